@@ -1,6 +1,7 @@
 """Compute the figures and tables of the page of results. Its prose is in `results.md.jinja`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -33,6 +34,7 @@ from tinyspec.bench.report import (
     make_grid,
 )
 from tinyspec.bench.tasks import COPYING, SPEC_BENCH
+from tinyspec.decoding.costs import FittedCosts
 from tinyspec.technique import load_techniques
 
 Result = Mapping[str, Any]
@@ -211,6 +213,19 @@ TABLES: Mapping[str, Callable[[dict[str, Any]], list[Grid]]] = {
 }
 
 
+STREAMS, CACHED = (1, 2, 4, 8, 16), 256
+
+
+def tabulate_stream_passes(serve: Result) -> str:
+    """Return what a pass of several streams takes, t(B) / t(1), by the costs fitted to passes."""
+    costs = FittedCosts.from_json(serve["costs"])
+    ones = {n: (1,) * n for n in STREAMS}
+    seconds = {n: costs.seconds_of(one, (CACHED,) * n, one) for n, one in ones.items()}
+    ratios = {str(n): of / seconds[1] for n, of in seconds.items()}
+    columns = [Column(n, n, ".2f") for n in ratios]
+    return write_table(columns, {"a pass, in passes of one": ratios}, "streams")
+
+
 def list_paying_sizes(result: Result) -> str:
     """Return which sizes of a tree are predicted to pay, in a sentence."""
     return count_paying_sizes(result)
@@ -226,12 +241,29 @@ def tabulate_slow_downs(chat: Result, tales: Result) -> str:
     return write_table(_PAIR_COLUMNS, rows)
 
 
-def tabulate_reported(chat: Result, tales: Result) -> str:
-    """Return what others report of each technique, beside the speed-ups of the two models."""
+def tabulate_reported(
+    chat: Result, tales: Result, others: Iterable[Result], translation: Result
+) -> str:
+    """Return what others report of each technique, beside the speed-ups of the two models.
+
+    others  runs of methods that need a model of their own
+    """
     pairs = _pair_speedups(chat, tales)
-    cards = {name: card for name, card in load_techniques().items() if card.reported}
-    rows = {name: (*pairs[name], card.reported) for name, card in cards.items() if name in pairs}
-    return write_table([Column("reported", lambda row: row[2]), *_PAIR_COLUMNS], rows)
+    own = {
+        name: f"{format_speedup(speedup)}, {Path(one['settings']['model']).name}"
+        for one in others
+        for name, speedup in list_speedups(one).items()
+        if name not in pairs
+    }
+    exact = translation["figures"]["teacher, specdec exact"]["speedup"]["median"]
+    own["specdec"] = f"{format_speedup(exact)}, {translation['settings']['models']['teacher'][0]}"
+    rows = {
+        name: (*pairs.get(name, (None, None)), own.get(name), card.reported)
+        for name, card in load_techniques().items()
+        if card.reported and (name in pairs or name in own)
+    }
+    elsewhere = Column("a model of its own", lambda row: row[2])
+    return write_table([Column("reported", lambda row: row[3]), *_PAIR_COLUMNS, elsewhere], rows)
 
 
 def tabulate_reported_by(*families: str) -> str:

@@ -670,7 +670,9 @@ class ServeSettings:
     new_tokens: int = setting(64, "Mean length of an answer.", least=1)
     max_live: int = setting(16, "Requests that run at once, at most.", least=1)
     rounds: int = setting(1, "Traces of each kind, every one with a seed of its own.", least=1)
-    grid_rounds: int = setting(7, "How often each kind of pass is timed, in turn.", least=1)
+    grid_rounds: int = setting(
+        7, "How often each kind of pass is timed at least, between the runs.", least=1
+    )
     seed: int = setting(0, "Seed of the traces.")
     dtype: str | None = dtype_setting()
 

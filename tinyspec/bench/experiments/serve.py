@@ -7,9 +7,11 @@ Three kinds of traces, the same for all policies, which take turns:
     P:D r     all requests at once, with prompts r times as long as the answers: SARATHI's table
 
 The same traces run under a simulated clock, whose costs were fitted to a grid of passes (never to
-a trace). Simulated over real says how far the clock can be trusted: how many runs are within 10 %
-is reported. Then the clock has the costs of a GPU, where it shows a lower bound: what
-is best on a machine with few idle operations need not be best there.
+a trace). The passes are timed between the runs, and a run is simulated at the pace that the machine
+had before and after it. Simulated over real says how far the clock can be trusted: how many runs
+are within 10 % is reported. No clock can be nearer than two real runs are to each other, so one
+policy runs each trace twice. Then the clock has the costs of a GPU, where it shows a lower bound:
+what is best on a machine with few idle operations need not be best there.
 
     TTFT        time to first token: from the moment at which a request should arrive
     gap         time between two tokens of a request
@@ -21,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,7 +56,6 @@ from tinyspec.bench.measure import order_of_turn
 from tinyspec.bench.settings import ServeSettings
 from tinyspec.decoding.costs import (
     PassCosts,
-    PassSample,
     a100_costs,
     fit_costs,
     list_relative_errors,
@@ -63,6 +64,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.model import Model
 
 CAPACITY = "capacity"
+COMPARED = ("seconds", "completion_p50", "gap_p99")
 COLUMNS = ["trace", "round", "policy", "request", "arrival", "prompt", "new", "times"]
 DRAWN = 8  # requests of the picture of passes
 
@@ -74,6 +76,41 @@ class Scenario(NamedTuple):
     prompt: float
     new: float
     load: float | None
+
+
+class PlannedRun(NamedTuple):
+    """A run of a trace under a policy; repeated: the same once more."""
+
+    scenario: Scenario
+    round: int
+    policy: str
+    is_repeated: bool = False
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        """Return the first columns of its samples."""
+        return self.scenario.label, self.round, self.policy
+
+
+def list_runs(given: ServeSettings) -> list[PlannedRun]:
+    """Return all runs in their order: policies take turns, and the baseline runs once more."""
+    policies, rounds = list(dict.fromkeys(given.policies)), range(given.rounds)
+    planned = [PlannedRun(find_base(given), round, FCFS) for round in rounds]
+    each = [(round, scenario) for round in rounds for scenario in list_scenarios(given)]
+    for turn, (round, scenario) in enumerate(each):
+        planned += [PlannedRun(scenario, round, one) for one in order_of_turn(policies, turn)]
+        planned.append(PlannedRun(scenario, round, find_baseline(policies), is_repeated=True))
+    return planned
+
+
+def find_base(given: ServeSettings) -> Scenario:
+    """Return the trace that tells the capacity."""
+    return Scenario(CAPACITY, given.prompt_tokens, given.new_tokens, None)
+
+
+def _name_run(one: PlannedRun) -> str:
+    again = ", once more" if one.is_repeated else ""
+    return f"{one.policy}, {one.scenario.label}, round {one.round}{again}"
 
 
 def list_scenarios(given: ServeSettings) -> list[Scenario]:
@@ -113,27 +150,26 @@ def measure_serve(
             "model": model.name,
             "dtype": name_dtype(model.dtype),
             "settings": settings,
-            "grid": [],
+            "slices": [],
             "columns": COLUMNS,
             "samples": [],
             "passes": [],
+            "repeated": {"samples": [], "passes": []},
             **kept,
         }
     )
-    if not made["grid"]:
-        steps = given.grid_rounds * len(runs.list_cells(model.config.max_positions))
-        with show_progress_bar(f"{model.name}: costs of passes", steps, quiet) as tick:
-            samples = runs.measure_passes(model, given.grid_rounds, clock, tick)
-        made["grid"] = [list(sample) for sample in samples]
-        save_result(out, made)
     _run_traces(given, model, made, quiet, clock, sleep, out)
-    grid = [PassSample(*map(_as_tuple, row)) for row in made["grid"]]
+    grid, paces = runs.summarize_slices(runs.list_cells(model.config.max_positions), made["slices"])
     costs = fit_costs(grid, model.name, name_dtype(model.dtype), torch.get_num_threads())
-    spread = [factor for sample in grid for factor in sample.spread] or [1.0]
+    around = map(mean, pairwise(paces))  # of each run, the slices before and after it
+    made["paces"] = dict(zip(map(_name_run, list_runs(given)), around, strict=True))
     made["costs"] = costs.to_json()
     made["cost_errors"] = list_relative_errors(costs, grid)
+    spread = [factor for sample in grid for factor in sample.spread]
     made["simulated"] = {
-        FITTED: simulate_traces(given, model, costs, find_capacity(made), quiet, spread),
+        FITTED: simulate_traces(
+            given, model, costs, find_capacity(made), quiet, spread, made["paces"]
+        ),
         ROOFLINE: simulate_traces(given, model, a100_costs(), None, quiet),
     }
     made["drawn"] = simulate_drawn_passes(given, model, costs, find_capacity(made))
@@ -142,12 +178,8 @@ def measure_serve(
     return made
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _read_kept(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: found[name] for name in ("grid", "samples", "passes")}
+    return {name: found[name] for name in ("slices", "samples", "passes", "repeated")}
 
 
 def check_traffic(given: ServeSettings, model: Model) -> None:
@@ -207,34 +239,35 @@ def _run_traces(
     sleep: Callable[[float], None],
     out: Path | None,
 ) -> None:
-    """Run what `made` does not have yet, and add it there."""
-    done = {tuple(row[:3]) for row in made["passes"]}
-    room, policies = model.config.max_positions, list(dict.fromkeys(given.policies))
-    base = Scenario(CAPACITY, given.prompt_tokens, given.new_tokens, None)
-    todo = [(base, round, FCFS) for round in range(given.rounds)]
-    for turn, (round, scenario) in enumerate(
-        (round, scenario) for round in range(given.rounds) for scenario in list_scenarios(given)
-    ):
-        todo += [(scenario, round, policy) for policy in order_of_turn(policies, turn)]
-    title = f"{model.name}: {len(policies)} policies"
+    """Run what `made` does not have yet, and add it there. Passes are timed between the runs."""
+    room, todo = model.config.max_positions, list_runs(given)
+    grid, title = runs.PassGrid(model, clock), f"{model.name}: {len(given.policies)} policies"
+    size = -(-given.grid_rounds * len(grid.cells) // (len(todo) + 1))  # of a slice, rounded up
     with show_progress_bar(title, len(todo), quiet) as tick:
-        if not done:  # the first run of a process is slow
-            short = [visit._replace(at=0.0) for visit in draw_scenario(given, base, None, room, -1)]
-            runs.run_real(model, runs.make_policy(FCFS), short[:4], given.max_live, clock, sleep)
-        for scenario, round, policy in todo:
-            if (scenario.label, round, policy) not in done:
-                rate = None if scenario.load is None else find_capacity(made)
-                trace = draw_scenario(given, scenario, rate, room, round)
-                run = runs.run_real(
-                    model, runs.make_policy(policy), trace, given.max_live, clock, sleep
-                )
-                _add_run(made, (scenario.label, round, policy), trace, run)
+        if not made["passes"]:  # the first run of a process is slow
+            trace = draw_scenario(given, find_base(given), None, room, -1)[:4]
+            runs.run_real(model, runs.make_policy(FCFS), trace, given.max_live, clock, sleep)
+        for number, one in enumerate(todo):
+            rows = made["repeated"] if one.is_repeated else made
+            if one.key not in {tuple(row[:3]) for row in rows["passes"]}:
+                if len(made["slices"]) == number:
+                    made["slices"].append(grid.measure_slice(number, size))
+                rate = None if one.scenario.load is None else find_capacity(made)
+                trace = draw_scenario(given, one.scenario, rate, room, one.round)
+                policy = runs.make_policy(one.policy)
+                run = runs.run_real(model, policy, trace, given.max_live, clock, sleep)
+                _add_run(rows, one.key, trace, run)
                 save_result(out, made)
             tick()
+        if len(made["slices"]) == len(todo):
+            made["slices"].append(grid.measure_slice(len(todo), size))
 
 
 def _add_run(
-    made: Mapping[str, Any], key: tuple[str, int, str], trace: Sequence[Visit], run: ServeRun
+    made: Mapping[str, Any],
+    key: tuple[str, int, str],
+    trace: Sequence[Visit],
+    run: ServeRun,
 ) -> None:
     """Add the samples of a run: a row for each request, in milliseconds, and its passes."""
     for number, (visit, times) in enumerate(zip(trace, run.times, strict=True)):
@@ -258,27 +291,27 @@ def simulate_traces(
     rate: float | None,
     quiet: bool,
     spread: Sequence[float] = (1.0,),
+    paces: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """Return the figures of all traces under a simulated clock, by trace and policy.
 
     rate    requests per second of the capacity; None: as the clock has it
     spread  factors of the costs, of which each pass draws one
+    paces   of each run, a factor of all its costs
     """
     room, rows = model.config.max_positions, dict[str, list[Any]](samples=[], passes=[])
-    base = Scenario(CAPACITY, given.prompt_tokens, given.new_tokens, None)
-    policies = list(dict.fromkeys(given.policies))
-    todo = [(base, FCFS), *((one, p) for one in list_scenarios(given) for p in policies)]
-    title = f"simulated: {costs.model}"
-    with show_progress_bar(title, given.rounds * len(todo), quiet) as tick:
-        for scenario, policy in todo:
-            if scenario.load is not None and rate is None:
+    todo = [one for one in list_runs(given) if not one.is_repeated]
+    with show_progress_bar(f"simulated: {costs.model}", len(todo), quiet) as tick:
+        for one in todo:
+            if one.scenario.load is not None and rate is None:
                 rate = find_capacity(rows)
-            for round in range(given.rounds):
-                trace = draw_scenario(given, scenario, rate, room, round)
-                chosen, seed = runs.make_policy(policy), given.seed + round
-                run = runs.Simulation(chosen, costs, trace, given.max_live, spread, seed).run()
-                _add_run(rows, (scenario.label, round, policy), trace, run)
-                tick()
+            trace = draw_scenario(given, one.scenario, rate, room, one.round)
+            pace = paces[_name_run(one)] if paces else 1.0
+            factors, seed = [pace * factor for factor in spread], given.seed + one.round
+            policy = runs.make_policy(one.policy)
+            run = runs.Simulation(policy, costs, trace, given.max_live, factors, seed).run()
+            _add_run(rows, one.key, trace, run)
+            tick()
     return summarize_traces(rows)
 
 
@@ -320,21 +353,28 @@ def choose_pair(policies: Sequence[str]) -> list[str]:
 def summarize_serve(made: Mapping[str, Any]) -> dict[str, Any]:
     """Return every figure of the real runs, and how far the simulated ones are from them.
 
-    real    trace -> policy -> figures
-    ratios  trace -> policy -> simulated over real: of the whole time, and of the p99 gap
+    real      trace -> policy -> figures
+    ratios    trace -> policy -> simulated over real: of each figure in `COMPARED`
+    repeated  trace -> policy -> the second real run over the first
     """
     real = summarize_traces(made)
-    ratios = {
+    ratios = _compare_runs(made["simulated"][FITTED], real)
+    repeated = _compare_runs(summarize_traces(made["repeated"]), real)
+    capacity = find_capacity(made)
+    return {REAL: real, "ratios": ratios, "repeated": repeated, "capacity": capacity}
+
+
+def _compare_runs(
+    found: Mapping[str, Mapping[str, Any]], real: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, dict[str, float | None]]]:
+    """Return trace -> policy -> the figures in `COMPARED`, over those of the real runs."""
+    return {
         label: {
-            policy: {
-                name: _divide(made["simulated"][FITTED][label][policy][name], of[name])
-                for name in ("seconds", "gap_p99")
-            }
+            policy: {name: _divide(of[name], real[label][policy][name]) for name in COMPARED}
             for policy, of in policies.items()
         }
-        for label, policies in real.items()
+        for label, policies in found.items()
     }
-    return {REAL: real, "ratios": ratios, "capacity": find_capacity(made)}
 
 
 def _divide(a: float | None, b: float | None) -> float | None:

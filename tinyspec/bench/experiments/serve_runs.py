@@ -12,8 +12,10 @@ matter.
 A request that arrives during a pass takes part in the next one. In a simulation it is submitted
 from inside the forward pass, so that this is the same.
 
-`measure_passes` times the passes from which the costs are fitted. They run in a scheduler too, and
-count from one turn to the next. So the work of Python between two passes is part of them.
+`PassGrid` times the passes from which the costs are fitted. They run in a scheduler too, and count
+from one turn to the next. So the work of Python between two passes is part of them. It does so in
+slices between the runs, which also tell the *pace* of the machine: other work makes all passes
+slower for a while, and a run is simulated at the pace of the slices before and after it.
 """
 
 import random
@@ -26,7 +28,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from tinyspec.bench.arms import Clock, collect_garbage
-from tinyspec.bench.measure import order_of_turn
 from tinyspec.bench.plan import ArmSpec
 from tinyspec.decoding.costs import PassCosts, PassSample
 from tinyspec.lm.config import Config
@@ -265,7 +266,7 @@ ROWS = (1, 2, 3, 5, 9)  # of each session: its newest token, and draft tokens
 CHUNKS = (32, 64, 128, 256, 512)  # rows of a prompt
 MIXED = ((32, 4), (32, 12), (128, 4), (128, 12))  # a chunk, and sessions that decode beside it
 CACHED = (64, 512)  # positions before these rows, where the context has so many
-PASSES = 5  # of a cell in a round: the first and the last one are not timed
+PASSES = 5  # of a cell in a slice: the first and the last one are not timed
 
 
 class TimedPolicy(LockstepPolicy):
@@ -300,47 +301,79 @@ def list_cells(positions: int) -> list[PassCell]:
     return [cell for cell in cells if 1 <= cell.cached <= positions - max(cell.rows)]
 
 
-def measure_passes(
-    model: Model,
-    rounds: int,
-    clock: Clock = time.perf_counter,
-    tick: Callable[[], None] = lambda: None,
-    cells: Sequence[PassCell] | None = None,
-) -> list[PassSample]:
-    """Return every cell with its median and its spread. The cells take turns, round by round."""
-    cells = list_cells(model.config.max_positions) if cells is None else cells
-    policy = TimedPolicy(clock)
-    seconds: list[list[float]] = [[] for _ in cells]
-    entries = dict[int, SharedPass]()
-    with Scheduler(policy) as scheduler:
-        sessions = dict[int, list[Session]]()
-        for cached in {cell.cached for cell in cells}:
-            most = max(len(cell.rows) for cell in cells if cell.cached == cached)
-            sessions[cached] = [model.session(scheduler=scheduler) for _ in range(most)]
-            for session in sessions[cached]:
+Slice = list[list[float]]
+"""What was timed between two runs: rows of the number of a cell, and seconds of its passes."""
+
+
+class PassGrid:
+    """Times passes of several kinds, in slices.
+
+    Slices take the kinds in turn, in an order in which neighbours differ. So all kinds are timed
+    equally often over a whole experiment, and a slice tells the pace of the machine.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        clock: Clock = time.perf_counter,
+        cells: Sequence[PassCell] | None = None,
+    ):
+        self.cells = list_cells(model.config.max_positions) if cells is None else cells
+        self.order = random.Random(0).sample(range(len(self.cells)), len(self.cells))
+        self.policy = TimedPolicy(clock)
+        self.scheduler = Scheduler(self.policy, log_size=0)
+        self.sessions = dict[int, list[Session]]()
+        for cached in {cell.cached for cell in self.cells}:
+            most = max(len(cell.rows) for cell in self.cells if cell.cached == cached)
+            self.sessions[cached] = [model.session(scheduler=self.scheduler) for _ in range(most)]
+            for session in self.sessions[cached]:
                 session.extend(make_tokens(model, cached))
-        for turn in range(rounds):
-            collect_garbage()
-            for number in order_of_turn(range(len(cells)), turn):
-                cell, first = cells[number], len(policy.times)
-                scheduler.pass_log.clear()
-                with scheduler.together():
-                    for i, rows in enumerate(cell.rows):
-                        session, is_prompt = sessions[cell.cached][i], i < cell.prompts
-                        scheduler.submit(
-                            partial(repeat_pass, session, cell.cached, rows, is_prompt)
-                        )
-                scheduler.join()
-                stamps = policy.times[first:]
-                seconds[number] += [b - a for a, b in pairwise(stamps[1:])]
-                entries[number] = scheduler.pass_log[-1]
-                tick()
-    samples = list[PassSample]()
-    for number, entry in sorted(entries.items()):
-        middle = median(seconds[number])
-        spread = tuple(round(one / middle, 3) for one in seconds[number])
-        samples.append(PassSample(entry.rows, entry.cached, entry.heads, middle, spread))
-    return samples
+
+    def measure_slice(self, number: int, size: int) -> Slice:
+        """Return what was timed of the next `size` cells."""
+        collect_garbage()
+        places = range(number * size, (number + 1) * size)
+        return [[at, *self._time(self.cells[at])] for at in map(self._choose, places)]
+
+    def _choose(self, place: int) -> int:
+        return self.order[place % len(self.order)]
+
+    def _time(self, cell: PassCell) -> list[float]:
+        first = len(self.policy.times)
+        with self.scheduler.together():
+            for i, rows in enumerate(cell.rows):
+                session, is_prompt = self.sessions[cell.cached][i], i < cell.prompts
+                self.scheduler.submit(partial(repeat_pass, session, cell.cached, rows, is_prompt))
+        self.scheduler.join()
+        return [b - a for a, b in pairwise(self.policy.times[first + 1 :])]
+
+
+def summarize_slices(
+    cells: Sequence[PassCell], slices: Sequence[Slice]
+) -> tuple[list[PassSample], list[float]]:
+    """Return every cell that was timed, with its median and its spread, and each slice's pace.
+
+    The pace is how slow the machine was, against its median. The spread is what is left of a
+    cell's times without it.
+    """
+    times = dict[int, list[float]]()
+    for at, *seconds in (row for one in slices for row in one):
+        times.setdefault(int(at), []).extend(seconds)
+    middles = {at: median(own) for at, own in sorted(times.items())}
+    paces = [median(median(row[1:]) / middles[int(row[0])] for row in one) for one in slices]
+    spread: dict[int, list[float]] = {at: [] for at in middles}
+    for one, pace in zip(slices, paces, strict=True):
+        for at, *seconds in one:
+            spread[int(at)] += [round(own / middles[int(at)] / pace, 3) for own in seconds]
+    samples = [_describe_cell(cells[at], middles[at], tuple(spread[at])) for at in middles]
+    return samples, paces
+
+
+def _describe_cell(cell: PassCell, seconds: float, spread: tuple[float, ...]) -> PassSample:
+    """Return the pass of a cell: its first row is the last token of the text."""
+    cached = tuple(cell.cached - 1 + rows for rows in cell.rows)
+    heads = (*(0,) * cell.prompts, *cell.rows[cell.prompts :])
+    return PassSample(cell.rows, cached, heads, seconds, spread)
 
 
 def repeat_pass(
