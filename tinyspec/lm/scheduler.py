@@ -422,8 +422,9 @@ class Scheduler:
     def _run_if_all_wait(self) -> None:
         """Answer questions; where there are none, run what the policy picks. The lock is held.
 
-        Then wake the next request. Nothing runs while a live request does not wait: it may want to take part. If the policy
-        cancels all that it picks, nobody goes on, and the others are asked about again.
+        Then wake the next request. Nothing runs while a live request does not wait: it may want to
+        take part. If the policy cancels all that it picks, nobody goes on, and the others are asked
+        about again.
         """
         while self._waiting and not self._is_computing and len(self._waiting) == len(self._live):
             asked = [one for one in self._waiting.values() if isinstance(one, _Question)]

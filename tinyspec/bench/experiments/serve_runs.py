@@ -310,6 +310,9 @@ class PassGrid:
 
     Slices take the kinds in turn, in an order in which neighbours differ. So all kinds are timed
     equally often over a whole experiment, and a slice tells the pace of the machine.
+
+    order     the cells' numbers, as they take turns
+    sessions  by the positions before the rows of a cell
     """
 
     def __init__(
@@ -345,7 +348,7 @@ class PassGrid:
                 session, is_prompt = self.sessions[cell.cached][i], i < cell.prompts
                 self.scheduler.submit(partial(repeat_pass, session, cell.cached, rows, is_prompt))
         self.scheduler.join()
-        return [b - a for a, b in pairwise(self.policy.times[first + 1 :])]
+        return [round(b - a, 7) for a, b in pairwise(self.policy.times[first + 1 :])]
 
 
 def summarize_slices(
