@@ -637,8 +637,8 @@ class ServeSettings:
 
     Policies: lockstep, prefill-first, fcfs, and those of `tinyspec methods` such as sarathi, each
     with its knobs. All serve the same random requests, in turns. The costs of passes are measured
-    first. The clock that they give is compared with real time, and then has the costs of a GPU. The
-    file of --out is written after every run.
+    between the runs. The clock that they give is compared with real time, and then has the costs of
+    a GPU. The file of --out is written after every run.
 
     \b
     Examples:
