@@ -251,6 +251,7 @@ class Arrivals:
 
     def __init__(self, policy: Policy, due: Mapping[int, Callable[[Scheduler], object]]):
         self.policy, self.due = policy, dict(due)
+        self.most_rows = getattr(policy, "most_rows", None)
         self.scheduler: Scheduler
         self.waiting: list[list[Pending]] = []
 
@@ -502,6 +503,20 @@ def test_first_come_first_served_cuts_a_prompt_to_the_budget_and_lets_no_one_ove
     assert policy.pick(waits(20, 5, 1, prefill="p  ")) == {0: 6}  # 2 may not pass before 1
     assert policy.pick(waits(9, 1)) == {0: 9}  # it cannot be cut
     assert policy.pick(waits(8, 8, weights="td")) == {0: 8, 1: 8}  # each model has its own pass
+
+
+@pytest.mark.parametrize("make", [lambda: FirstComePolicy(5, 3), lambda: SarathiPolicy(3, 2)])
+def test_no_more_of_a_prompt_is_prepared_than_its_policy_takes(make: Any) -> None:
+    """And the schedule is that of a policy which does not say how much it takes."""
+    logs = list[list[SharedPass]]()
+    for most in (make().most_rows, None):
+        policy = make()
+        policy.most_rows = most
+        _, log, waiting = run_arrivals(policy, {}, *(write(LONG, 2) for _ in range(3)))
+        logs.append(log)
+        prompts = [one.rows for turn in waiting for one in turn if one.is_prefill]
+        assert max(prompts) == (most or len(LONG) - 1)
+    assert logs[0] == logs[1]
 
 
 def test_aligned_holds_the_target_while_a_draft_step_waits_but_not_for_ever() -> None:

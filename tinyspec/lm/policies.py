@@ -33,6 +33,8 @@ class Pending(NamedTuple):
 
 
 class Policy(Protocol):
+    """Picks what runs. If it has `most_rows`, no pass takes more rows of a prompt."""
+
     def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
         """Return how many rows run now, by request; at least one request.
 
@@ -58,6 +60,7 @@ class FirstComePolicy:
 
     def __init__(self, budget: int = 512, chunk: int = 512):
         self.budget, self.chunk = budget, chunk
+        self.most_rows = min(budget, chunk)
 
     def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
         picked: dict[int, int] = {}

@@ -556,6 +556,11 @@ class ScheduledForward:
         """Return `Scheduler.is_alone` for the request that asks."""
         return self.scheduler.is_alone()
 
+    @property
+    def most_rows(self) -> int | None:
+        """Return how many rows of a prompt a pass takes at most, as far as the policy says."""
+        return getattr(self.scheduler.policy, "most_rows", None)
+
     def run_chain(self, *arguments: Any) -> list[tuple[int, Tensor, Tensor]]:
         """Run one position after another: see `Transformer.run_chain`."""
         return self.scheduler.run_chain(self.model, *arguments)

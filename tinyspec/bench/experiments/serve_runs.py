@@ -94,7 +94,7 @@ class PrefillFirstPolicy:
     """
 
     def __init__(self, budget: int = 512):
-        self.budget = budget
+        self.budget = self.most_rows = budget
 
     def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
         picked: dict[int, int] = {}

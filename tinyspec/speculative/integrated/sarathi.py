@@ -72,7 +72,7 @@ class SarathiPolicy:
     """
 
     def __init__(self, budget: int = 512, least: int = 0):
-        self.budget, self.least = budget, least
+        self.budget, self.least, self.most_rows = budget, least, max(budget, least)
 
     def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
         """Return the rows of each request in the next pass of its model."""
