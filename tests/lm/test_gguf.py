@@ -329,9 +329,10 @@ def test_a_lone_gguf_must_be_of_the_model_that_the_config_describes(tmp_path):
             models.load(folder)
 
 
-def test_weights_that_another_program_saved_count(tmp_path):
+def test_weights_that_another_program_saved_count(tmp_path, monkeypatch):
     """transformers keeps what config.json says of the .gguf file, whatever weights it saves."""
     folder, file = tmp_path / "folder", tmp_path / "file.gguf"
+    monkeypatch.setattr(engine, "prefers_quantised", lambda config: True)
     write(file, CONFIG, Quant.Q4_1)
     whole = models.load(file, dtype="bfloat16")
     checkpoint.write_checkpoint(folder, CONFIG, dict(whole.weights), quantised=file)

@@ -5,6 +5,7 @@ every policy. No request waits for ever.
 """
 
 import random
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -251,7 +252,7 @@ class Arrivals:
 
     def __init__(self, policy: Policy, due: Mapping[int, Callable[[Scheduler], object]]):
         self.policy, self.due = policy, dict(due)
-        self.most_rows = getattr(policy, "most_rows", None)
+        self.most_rows = getattr(policy, "most_rows", sys.maxsize)
         self.scheduler: Scheduler
         self.waiting: list[list[Pending]] = []
 
@@ -509,13 +510,13 @@ def test_first_come_first_served_cuts_a_prompt_to_the_budget_and_lets_no_one_ove
 def test_no_more_of_a_prompt_is_prepared_than_its_policy_takes(make: Any) -> None:
     """And the schedule is that of a policy which does not say how much it takes."""
     logs = list[list[SharedPass]]()
-    for most in (make().most_rows, None):
+    for most in (make().most_rows, sys.maxsize):
         policy = make()
         policy.most_rows = most
         _, log, waiting = run_arrivals(policy, {}, *(write(LONG, 2) for _ in range(3)))
         logs.append(log)
         prompts = [one.rows for turn in waiting for one in turn if one.is_prefill]
-        assert max(prompts) == (most or len(LONG) - 1)
+        assert max(prompts) == min(most, len(LONG) - 1)
     assert logs[0] == logs[1]
 
 

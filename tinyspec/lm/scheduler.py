@@ -23,6 +23,7 @@ Requests may decide something together, as the length of their drafts: they ask 
 answers when every live request waits.
 """
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -557,9 +558,10 @@ class ScheduledForward:
         return self.scheduler.is_alone()
 
     @property
-    def most_rows(self) -> int | None:
-        """Return how many rows of a prompt a pass takes at most, as far as the policy says."""
-        return getattr(self.scheduler.policy, "most_rows", None)
+    def most_rows(self) -> int:
+        """Return how many rows of a prompt a pass takes at most: more are prepared in vain."""
+        rows: int = getattr(self.scheduler.policy, "most_rows", sys.maxsize)
+        return rows
 
     def run_chain(self, *arguments: Any) -> list[tuple[int, Tensor, Tensor]]:
         """Run one position after another: see `Transformer.run_chain`."""

@@ -726,16 +726,10 @@ class Session:
     def _run_prompt(
         self, nodes: Sequence[Node], stop: int, hidden_layers: tuple[int, ...] = ()
     ) -> None:
-        """Run nodes of a prompt in chunks. A scheduler may run fewer rows than a chunk has.
-
-        No chunk has more rows than its policy takes, for all of them are prepared in every pass.
-        """
-        most = PREFILL_CHUNK
-        if isinstance(self.forward, ScheduledForward):
-            most = min(self.forward.most_rows or most, most)
+        """Run nodes of a prompt in chunks. A scheduler may run fewer rows than a chunk has."""
+        n = min(getattr(self.forward, "most_rows", PREFILL_CHUNK), PREFILL_CHUNK)
         while nodes:
-            chunk = nodes[:most]
-            scores = self.run_nodes(chunk, stop, hidden_layers=hidden_layers, prefill=True)
+            scores = self.run_nodes(nodes[:n], stop, hidden_layers=hidden_layers, prefill=True)
             nodes = nodes[len(scores.layers) :]
 
     @property
