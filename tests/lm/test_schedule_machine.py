@@ -35,7 +35,6 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws.museum.rows import Mutant
 from tinyspec.laws.museum.scheduling import CHUNKS, SHARED
 from tinyspec.laws.schedule_laws import (
-    CANCELLED,
     METHODS,
     POLICIES,
     SECONDS,
@@ -311,14 +310,8 @@ TestRequests = Requests.TestCase
 # --- what the machine kills -----------------------------------------------------------------------
 
 
-SEEN = [mutant for mutant in (*CHUNKS, *SHARED) if mutant.law != CANCELLED]
-
-
-@pytest.mark.parametrize("mutant", SEEN, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", [*CHUNKS, *SHARED], ids=lambda mutant: mutant.name)
 def test_the_machine_sees(mutant: Mutant) -> None:
-    """Whether a defect shows may depend on which thread is faster: then Hypothesis says Flaky.
-
-    That a cancelled request is in no later pass is a law of traces (laws/schedule_laws.py).
-    """
+    """Whether a defect shows may depend on which thread is faster: then Hypothesis says Flaky."""
     with mutant.applied(), pytest.raises((AssertionError, Flaky)):
-        run_state_machine_as_test(Requests, settings=checked(60, Phase.generate))
+        run_state_machine_as_test(Requests, settings=checked(400, Phase.generate))

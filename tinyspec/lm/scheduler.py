@@ -8,7 +8,7 @@ be batched without knowing it. If one request drafts while another verifies, the
 one forward pass each.
 
 Between two passes the loops run one after the other, in the order of the requests' numbers. Python
-runs one thread at a time anyway, and threads that compete for it cost more time than the loops.
+runs one thread at a time anyway, and threads that compete for its lock lose time.
 
 A request may arrive, end, fail or be cancelled at any time. The others notice nothing: on a CPU no
 row of the compiled transformer depends on what is computed beside it. A request that fails ends

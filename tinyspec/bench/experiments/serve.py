@@ -9,9 +9,9 @@ Three kinds of traces, the same for all policies, which take turns:
 The same traces run under a simulated clock, whose costs were fitted to a grid of passes (never to
 a trace). The passes are timed between the runs, and a run is simulated at the pace that the machine
 had before and after it. Simulated over real says how far the clock can be trusted: how many runs
-are within 10 % is reported. No clock can be nearer than two real runs are to each other, so one
-policy runs each trace twice. Then the clock has the costs of a GPU, where it shows a lower bound:
-what is best on a machine with few idle operations need not be best there.
+are within 10 % is reported. One policy runs each trace twice: how far two real runs are from each
+other says how near a clock can be expected to be. Then the clock has the costs of a GPU, where it
+shows a lower bound: what is best on a machine with few idle operations need not be best there.
 
     TTFT        time to first token: from the moment at which a request should arrive
     gap         time between two tokens of a request
