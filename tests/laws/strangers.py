@@ -4,7 +4,7 @@ Each is wrong in a way that a student or a framework might be wrong, on an input
 tokens and at most six draft tokens, and by a probability of at least 1/1000. Most are right on
 small inputs.
 
-At first `tinyspec.laws.check` refuted 20 of them within its ten seconds: 7 of 12 chain verifiers,
+At first `tinyspec.laws.check` refuted 20 of them: 7 of 12 chain verifiers,
 5 of 8 tree verifiers, 4 of 4 drafters and 5 of 6 decoding functions. The other ten had no case that
 reached them; they are `MISSED_AT_FIRST`. `test_strangers.py` holds that all 30 are refuted now.
 """

@@ -76,7 +76,7 @@ def test_the_joint_distribution_of_three_tokens_is_the_targets(
 
 
 def test_printed_algorithm_is_proved_exact() -> None:
-    assert check(verify_chain, seconds=3)
+    assert check(verify_chain, random_cases=5, calls=0)
 
 
 def test_printed_algorithm_is_what_runs() -> None:

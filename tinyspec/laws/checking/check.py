@@ -4,9 +4,10 @@ The function is run on every outcome of its random choices, on small targets and
 cases come first: many of two to four tokens, then a few with eight tokens, chains of five, several
 siblings, contexts or rounds, and rows that are almost equal. They are a proof: exact in Fractions
 where the function computes with them, and in float64 up to a tolerance. An empty draft is tried
-too, if the function takes one. The rest of the time goes to random cases that reach further. A
-refutation is a small case, in the words of the task. Where time runs out before the fixed cases are
-done, the verdict is "not proved".
+too, if the function takes one. Random cases that reach further follow, and then the smallest cases
+again and again, for faults that begin late. All of it is counted, so that every machine looks at
+the same cases. A refutation is a small case, in the words of the task. Where time runs out before
+the fixed cases are done, the verdict is "not proved".
 """
 
 import inspect
@@ -61,8 +62,6 @@ AGAIN = 12
 keeps state. Twelve, because state that alternates among two, three or four then repeats itself."""
 MOST_OUTCOMES = 2000
 """Outcomes of a random case; one that has more is left out, and counted."""
-RANDOM_SHARE = 0.35
-"""Of the time that the fixed cases leave, the share of random cases. The rest is spent on calls."""
 QUICK_CASES, QUICK_RUNS = 100, 20
 """How many of the smallest cases are run again and again, and how often before each judgement: a
 fault that begins late needs many calls."""
@@ -83,7 +82,9 @@ def check(
     trees: Sequence[str] = tuple(TREE_KINDS),
     corners: bool = True,
     seed: int = 0,
-    seconds: float = 10.0,
+    random_cases: int = 50,
+    calls: int = 20_000,
+    seconds: float = 120.0,
     tolerance: float = 1e-6,
 ) -> CheckResult:
     """Prove a function exact on every small case, or find the smallest case that it gets wrong.
@@ -106,8 +107,10 @@ def check(
     corners     whether to try uniforms of exactly 0.0, which a generator may return: they must not
                 let a token of target probability 0 pass, as a test u <= p / q does
     seed        of the larger cases, which are drawn at random
-    seconds     of computing for each function. What the fixed cases leave is spent on random ones;
-                if the fixed cases need more, the verdict is "not proved"
+    random_cases  larger cases after the fixed ones; of trees, so many of each kind
+    calls       of the function, at least: a fault may begin late
+    seconds     of computing for each function, at most. If the fixed cases need more, the verdict
+                is "not proved"; where the others do, the verdict says how many were looked at
     tolerance   in float64; the largest deviation that passed is noted
 
     Rows are lists of Fractions, float64 arrays or tensors: the first that the function can compute
@@ -156,7 +159,7 @@ def check(
             for search in searches:
                 left -= search.prove(seed, corners, left)
             for search in searches:
-                search.explore(seed, left / len(searches))
+                left -= search.explore(seed, random_cases, calls // len(searches), left)
                 evidence.append(search.evidence(in_full=True))
         except LawViolated as accused:
             counterexample = accused.counterexample
@@ -304,21 +307,24 @@ class _Search:
         self.took += time.perf_counter() - began
         return time.process_time() - computing
 
-    def explore(self, seed: int, seconds: float) -> None:
-        """Spend so many seconds of computing on random cases, then on many calls."""
+    def explore(self, seed: int, random_cases: int, calls: int, seconds: float) -> float:
+        """Judge random cases, then call the function until it was called so often.
+
+        Returns the seconds of computing. Raises LawViolated.
+        """
         if not self.is_proved:
-            return
-        began = time.perf_counter()
+            return 0.0
+        began, computing = time.perf_counter(), time.process_time()
+        self.start_clocks(seconds)
         try:
-            self.start_clocks(RANDOM_SHARE * seconds)
-            self.judge_random_cases(seed)
-            self.start_clocks((1 - RANDOM_SHARE) * seconds)
-            self.judge_many_calls()
+            self.judge_random_cases(seed, random_cases)
+            self.judge_many_calls(calls)
         except _OutOfTime:
             pass
         if self.crash is not None:
             self.raise_crash(*self.crash)
         self.took += time.perf_counter() - began
+        return time.process_time() - computing
 
     def evidence(self, in_full: bool = False) -> Evidence:
         """Return what was looked at; with what was covered beside the fixed cases, and what not."""
@@ -387,33 +393,32 @@ class _Search:
         if not self.floats.cases:
             self.crash = None
 
-    def judge_random_cases(self, seed: int) -> None:
-        """Judge random cases until the time is over, in turn on both kinds of numbers."""
+    def judge_random_cases(self, seed: int, most: int) -> None:
+        """Judge so many random cases, in turn on both kinds of numbers."""
         exact = self.numbers
-        try:
-            for number, case in enumerate(self.form.random_cases(seed)):
-                self.numbers = ("numpy",) if self.floats.cases and number % 2 else exact
-                before = self.branches
-                try:
-                    outcomes = self.outcome_probs(case, most=MOST_OUTCOMES)
-                except _TooManyOutcomes:
-                    self.left_out += 1
-                    continue
-                if outcomes is None:
-                    return
-                self.random.add(case, self.form)
-                self.random.branches += self.branches - before
-                if self.form.judge(case, outcomes) is not None:
-                    self.accuse(case)
-        except _OutOfTime:
-            pass
+        for number, case in enumerate(islice(self.form.random_cases(seed), most)):
+            self.numbers = ("numpy",) if self.floats.cases and number % 2 else exact
+            before = self.branches
+            try:
+                outcomes = self.outcome_probs(case, most=MOST_OUTCOMES)
+            except _TooManyOutcomes:
+                self.left_out += 1
+                continue
+            if outcomes is None:
+                return
+            self.random.add(case, self.form)
+            self.random.branches += self.branches - before
+            if self.form.judge(case, outcomes) is not None:
+                self.accuse(case)
         self.numbers = exact
 
-    def judge_many_calls(self) -> None:
-        """Run the smallest cases again and again until the time is over."""
+    def judge_many_calls(self, calls: int) -> None:
+        """Run the smallest cases again and again until the function was called so often."""
         if self.floats.cases:
             self.numbers = ("numpy",)
         for case in cycle(self.cases[:QUICK_CASES]):
+            if self.calls >= calls:
+                return
             outcomes = self.outcome_probs(case, times=QUICK_RUNS)
             if outcomes is None:
                 return
