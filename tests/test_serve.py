@@ -25,6 +25,7 @@ import tokenizers
 import tinyspec
 from tests.zoo import failed, run, tiny_zoo
 from tinyspec import pairing
+from tinyspec.decoding.costs import MeasuredRounds
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import Generation
 from tinyspec.lm.model import Model
@@ -739,7 +740,7 @@ def test_knobs_of_the_server_hold_however_a_client_spells_the_method(tiny: Model
             assert reply["tinyspec"]["drafted"] <= 2 * reply["tinyspec"]["target_calls"]
 
 
-PROFILE = batched.BatchProfile({1: [1.0, 1.1, 1.2]}, {1: 0.1}, [0.8, 0.6])
+PROFILE = batched.BatchProfile(MeasuredRounds({1: [1.0, 1.1, 1.2]}, {1: 0.1}), [0.8, 0.6])
 
 
 def test_no_request_begins_a_measurement(story: Served, monkeypatch: pytest.MonkeyPatch) -> None:

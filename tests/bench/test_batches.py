@@ -100,9 +100,9 @@ def test_figures_follow_from_the_samples(result: Any) -> None:
 
 
 def test_the_heat_map_is_the_table_of_the_measured_times(result: Any) -> None:
-    profile = batches.read_profile(result)
+    costs, reach = batches.read_profile(result)
     best = batches.tabulate_batches(result)[-1].rows
-    assert best[-1] == ["as measured", *map(str, best_lengths(profile).values())]
+    assert best[-1] == ["as measured", *map(str, best_lengths(costs, reach, costs.sizes).values())]
     assert [row[0] for row in best[:-1]] == [f"{rate:g}" for rate in batches.RATES]
     assert "best draft length" in draw_chart(batches.chart_batches(result))
 

@@ -14,8 +14,11 @@ from tests.lm.small import LLAMA
 from tinyspec.decoding.costs import (
     LLAMA_13B,
     FittedCosts,
+    ForecastRounds,
+    MeasuredRounds,
     PassSample,
     RooflineCosts,
+    RowCosts,
     a100_costs,
     count_reads,
     fit_costs,
@@ -24,6 +27,10 @@ from tinyspec.decoding.costs import (
 )
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.scheduler import SharedPass
+from tinyspec.speculative.drafting.sequoia import fastest_tree
+from tinyspec.speculative.goodput import LearntCosts
+from tinyspec.speculative.integrated.smartspec import choose_lengths
+from tinyspec.speculative.integrated.synergy import best_lengths
 
 COSTS = FittedCosts(
     model="m",
@@ -189,3 +196,42 @@ def test_a_roofline_counts_all_weights_of_a_model_and_each_of_its_keys() -> None
     small = RooflineCosts.of_model("m", LLAMA, 4, "d", 1.0, 1.0)
     gains = (2 * LLAMA.n_layers + 1) * LLAMA.d_model
     assert (small.weight_bytes + small.head_bytes) / 4 == LLAMA.parameters() - gains
+
+
+# ---------------------------------------------------------------------- rounds
+
+
+def test_a_forecast_round_takes_its_pass_and_its_draft_steps() -> None:
+    rounds = ForecastRounds(COSTS, COSTS, context=10)
+    assert rounds.verify_seconds(1, 0) == COSTS.seconds_of([1], [11], [1])
+    assert rounds.verify_seconds(3, 7) == COSTS.seconds_of([4, 3, 3], [14, 13, 13], [4, 3, 3])
+    assert rounds.step_seconds(2) == COSTS.seconds_of([1, 1], [11, 11], [1, 1])
+    few = replace(rounds, draft_context=4)
+    assert few.step_seconds(2) == COSTS.seconds_of([1, 1], [5, 5], [1, 1])
+    assert few.verify_seconds(2, 2) == rounds.verify_seconds(2, 2)
+    assert ForecastRounds(COSTS, 0.5).step_seconds(64) == 0.5
+
+
+def test_passes_by_their_rows_alone_cost_what_was_measured() -> None:
+    rows = RowCosts("m", {1: 1.0, 4: 4.0, 8: 4.0})
+    assert [rows.seconds_of([n, 1], [], []) for n in (1, 3, 5, 9)] == [2.0, 4.0, 4.0, 4.0]
+    assert ForecastRounds(rows).verify_seconds(2, 1) == 3.0
+
+
+def test_every_source_of_costs_gives_the_same_choice_for_the_same_machine() -> None:
+    """A pass takes 1 second up to eight rows, and 0.2 more for each further row."""
+    passes = RowCosts("m", {1: 1.0, 8: 1.0, 64: 12.2})
+    forecast, sizes = ForecastRounds(passes, 0.1), [1, 2, 4, 8]
+    verify = {b: [forecast.verify_seconds(b, b * n) for n in range(9)] for b in sizes}
+    measured, learnt = MeasuredRounds(verify, dict.fromkeys(sizes, 0.1)), LearntCosts(8)
+    for size in [0] * 4 + [*learnt.sizes] * 40:
+        learnt.record_round(size, forecast.verify_seconds(1, size))
+    learnt.step = 0.1
+    reach = [0.7**n for n in range(1, 9)]
+    assert best_lengths(measured, reach, sizes) == best_lengths(forecast, reach, sizes)
+    alone = best_lengths(forecast, reach, [1])
+    assert best_lengths(learnt, reach, [1]) == alone == {1: 4}
+    trees = [fastest_tree((0.6, 0.2), one, range(1, 9), 4) for one in (forecast, measured, learnt)]
+    assert trees[0] == trees[1] == trees[2]
+    lengths = [choose_lengths([0.9, 0.4], one, 8) for one in (forecast, measured)]
+    assert lengths[0] == lengths[1] and lengths[0][0] > lengths[0][1]

@@ -30,7 +30,7 @@ broken: joint distribution
   p = [[1/2, 1/2], [1/2, 1/2], [0, 1]]
   q = [[0, 1], [0, 1]]
   draft = [1, 1]
-  compared = the distribution of the first 2 tokens (where a round gives fewer, p goes on)
+  compared = the distribution of the first 2 tokens (a shorter round is continued by sampling from p)
 expected {(0, 0): 1/4, (0, 1): 1/4, (1, 0): 1/4, (1, 1): 1/4}
 got      {(0, 0): 1/4, (0, 1): 1/4, (1, 0): 0, (1, 1): 1/2}
 """
@@ -95,7 +95,7 @@ broken: joint distribution
   p = [[0, 1], [1, 0]]
   q = [[0, 1]]
   draft = [1]
-  compared = the distribution of the first 2 tokens (where a round gives fewer, p goes on)
+  compared = the distribution of the first 2 tokens (a shorter round is continued by sampling from p)
 expected {(1, 0): 1, (1, 1): 0}
 got      {(1, 0): 0, (1, 1): 1}
 """
@@ -105,7 +105,7 @@ broken: joint distribution
   q = {any context: [0, 1]}
   gamma = 1
   n = 2
-  compared = the distribution of the first 2 tokens (where a round gives fewer, p goes on)
+  compared = the distribution of the first 2 tokens (a shorter round is continued by sampling from p)
 expected {(0, 0): 1/4, (0, 1): 1/4, (1, 0): 1/4, (1, 1): 1/4}
 got      {(0, 0): 1/2, (0, 1): 0, (1, 0): 1/4, (1, 1): 1/4}
 """

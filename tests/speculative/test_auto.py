@@ -44,8 +44,8 @@ from tinyspec.speculative.goodput import (
     PLAIN,
     Candidate,
     Choice,
-    CostModel,
     Goodput,
+    LearntCosts,
 )
 from tinyspec.speculative.lookup import OUTPUTS
 from tinyspec.technique import Request, find_technique
@@ -217,7 +217,7 @@ def test_trust_comes_back_without_running_a_draft_token() -> None:
 
 
 def test_nothing_is_drafted_before_plain_rounds_were_timed() -> None:
-    policy = Goodput(CostModel(16), Watch())
+    policy = Goodput(LearntCosts(16), Watch())
     offers = [Candidate(LOOKUP, [0.9**n for n in range(1, 17)])]
     assert policy.choose(offers) == PLAIN
     policy.curve.record_round(0, 1.0)
@@ -399,7 +399,7 @@ def test_references_serve_the_next_text_too() -> None:
 
 
 def test_the_size_with_the_most_expected_tokens_an_expected_second_is_chosen() -> None:
-    curve = CostModel(16)
+    curve = LearntCosts(16)
     for _ in range(2):
         curve.record_round(0, 1.0)
     curve.widest = 16
@@ -573,7 +573,7 @@ def test_one_disturbed_round_does_not_switch_drafting_off_for_all_requests_to_co
 
 
 def test_a_size_never_run_takes_the_slope_of_the_next_smaller_or_else_the_next_larger() -> None:
-    curve = CostModel(9)
+    curve = LearntCosts(9)
     assert curve.costs() == pytest.approx([1 + 0.1 * size for size in curve.sizes])
     for size, seconds in ((0, 10.0), (2, 11.0), (5, 15.0)):
         curve.seconds[curve.index_of[size]] = seconds
@@ -585,7 +585,7 @@ def test_a_size_never_run_takes_the_slope_of_the_next_smaller_or_else_the_next_l
 
 def test_of_a_machine_that_slows_down_the_shape_stays_as_it_was() -> None:
     """Twice as long for every size alike: what the sizes are to one another is known already."""
-    curve = CostModel(4)
+    curve = LearntCosts(4)
     for size in (*[0] * 4, *[1, 2, 3, 4] * 30):
         curve.record_round(size, 1.0 + 0.1 * size)
     before = curve.costs()
@@ -601,7 +601,7 @@ def test_noise_is_averaged_out_of_the_shape() -> None:
     """Rounds take up to a quarter more or less: what a size costs against plain is wrong by less
     than 4.5 % on average.
     """
-    curve, noise, wrong = CostModel(16), random.Random(0), list[float]()
+    curve, noise, wrong = LearntCosts(16), random.Random(0), list[float]()
     for sweep in range(100):
         for size in curve.sizes:
             curve.record_round(size, (1.0 + 0.05 * size) * noise.uniform(0.75, 1.25))
@@ -673,7 +673,7 @@ def test_greedy_text_is_plain_decodings_with_and_without_a_draft_and_the_statist
 )
 def test_printed_algorithm_is_what_runs(chances: list[float], costs: list[float]) -> None:
     """With every size measured and no trial due, `Goodput` chooses `best_draft_size`."""
-    curve = CostModel(5)
+    curve = LearntCosts(5)
     curve.seconds, curve.plain_rounds, curve.widest, curve.rounds = list(costs), 9, 5, 1
     offers = [Candidate(LOOKUP, chances)] if chances else []
     chosen = Goodput(curve, Watch()).choose(offers).size

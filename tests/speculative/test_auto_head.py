@@ -34,9 +34,9 @@ from tinyspec.speculative.goodput import (
     PLAIN,
     Candidate,
     Choice,
-    CostModel,
     Goodput,
     HeadFigures,
+    LearntCosts,
 )
 from tinyspec.technique import Request, find_technique
 from tinyspec.tree import ROOT, TokenTree
@@ -225,7 +225,7 @@ def test_a_head_that_is_wrong_or_dear_is_left_alone() -> None:
 
 
 def test_what_was_missed_is_in_the_price_of_a_head() -> None:
-    curve = CostModel(8)
+    curve = LearntCosts(8)
     for size in (*[0] * 4, 1, 2, 4, 8):
         curve.record_round(size, 1.0 + 0.1 * size)
     assert curve.pass_seconds(0) == 0
@@ -237,7 +237,7 @@ def test_what_was_missed_is_in_the_price_of_a_head() -> None:
 
 
 def test_a_trial_of_a_head_pays_at_once_for_what_was_missed() -> None:
-    curve = CostModel(8)
+    curve = LearntCosts(8)
     for size in (*[0] * 4, 1, 2, 4, 8):
         curve.record_round(size, 1.0 + 0.1 * size)
     for missed, best in ((0, Choice(HEAD, 1)), (18, PLAIN)):  # a loss of 0.23, and of 3.83
@@ -251,7 +251,7 @@ def test_a_round_that_a_stop_cut_says_nothing_of_a_head(truncated: int) -> None:
     no_scores: Any = None
     tree = TokenTree.point_masses([3, 4], [ROOT, 0])
     round = Round(tree, no_scores, Verdict((), 5), (5,), (), truncated=truncated)
-    policy = Goodput(CostModel(8), Watch())
+    policy = Goodput(LearntCosts(8), Watch())
     before = list(policy.curve.head.chances)
     policy.learn(Choice(HEAD, 2), round)
     assert (policy.curve.head.chances == before) == bool(truncated)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.lm.small import LLAMA, model
-from tinyspec.decoding.costs import RooflineCosts
+from tinyspec.decoding.costs import ForecastRounds, PassCosts, RooflineCosts
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.errors import TinyspecError
@@ -48,15 +48,19 @@ def test_the_gain_is_forecast_where_only_weights_or_only_keys_take_time() -> Non
     limits |= {"head_operations": 0, "read_operations": 0}
     weights = RooflineCosts("m", "d", weight_bytes=100, slot_bytes=0, **limits)
     keys = RooflineCosts("m", "d", weight_bytes=0, slot_bytes=1, **limits)
-    of: dict[str, Any] = {"n_requests": 4, "length": 1000, "budget": 100, "gamma": 3, "alpha": 1.0}
-    assert forecast_gain(weights, **of) == pytest.approx(4 / (3 + 1))
-    assert forecast_gain(keys, **of) == pytest.approx(4 / (3 * 0.1 + 1))
+
+    def gain(passes: PassCosts, n_requests: int = 4) -> float:
+        costs = ForecastRounds(passes, passes, context=1000, draft_context=100)
+        return forecast_gain(costs, n_requests, gamma=3, alpha=1.0)
+
+    assert gain(weights) == pytest.approx(4 / (3 + 1))
+    assert gain(keys) == pytest.approx(4 * 1001 / (3 * 101 + 1004))
     rows = RooflineCosts(
         *("m", "d"), weight_bytes=0, slot_bytes=0, **{**limits, "row_operations": 1, "peak": 1.0}
     )
-    assert forecast_gain(rows, **of) == pytest.approx(4 / (3 + 4))  # four rows are verified
+    assert gain(rows) == pytest.approx(4 / (3 + 4))  # four rows are verified
     both = RooflineCosts("m", "d", weight_bytes=1000, slot_bytes=1, **limits)
-    gains = [forecast_gain(both, **{**of, "n_requests": n}) for n in (1, 4, 16, 64)]
+    gains = [gain(both, n) for n in (1, 4, 16, 64)]
     assert gains == sorted(gains)  # it grows with the batch
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.lm.small import LLAMA, model
 from tests.table import Table, exact_distribution
+from tinyspec.decoding.costs import MeasuredRounds
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Exhaustive, Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -36,7 +37,6 @@ from tinyspec.speculative.drafting.sequoia import (
     most_tokens,
     solve_tree_dp,
 )
-from tinyspec.speculative.goodput import CostModel
 from tinyspec.speculative.treedraft import TreeDrafter
 from tinyspec.technique import Guarantee, Request, find_technique
 from tinyspec.tree import ROOT, TokenTree
@@ -177,9 +177,8 @@ def test_the_knob_takes_the_file_of_a_measurement(tmp_path: Path) -> None:
 
 def test_dearer_positions_make_the_tree_smaller_and_dearer_steps_make_it_flatter() -> None:
     def plan(row: float, step: float) -> tuple[int, int]:
-        curve = CostModel(32)
-        curve.step, curve.seconds = step, [1 + row * size for size in curve.sizes]
-        tree = fastest_tree(PRIOR, curve, 8)
+        costs = MeasuredRounds({1: [1 + row * size for size in range(33)]}, {1: step})
+        tree = fastest_tree(PRIOR, costs, range(1, 33), 8)
         return len(tree), max(TokenTree(tree, tree).depths())
 
     assert plan(0.0, 0.0)[0] == 32

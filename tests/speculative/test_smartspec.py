@@ -3,6 +3,7 @@
 import pytest
 
 from tests.speculative.batches import decode_batch, texts_of
+from tinyspec.decoding.costs import MeasuredRounds
 from tinyspec.decoding.decode import Round
 from tinyspec.decoding.verify import Verdict
 from tinyspec.laws.exact.tables import TableModel
@@ -21,9 +22,8 @@ from tinyspec.technique import Request, find_technique
 from tinyspec.tree import TokenTree
 
 CARD = find_technique("smartspec")
-PROFILE = BatchProfile(
-    {1: [1.0, 1.1, 1.2, 1.3], 4: [1.0, 2.0, 3.0, 4.0]}, {1: 0.1, 4: 0.1}, [0.8, 0.6, 0.5]
-)
+COSTS = MeasuredRounds({1: [1.0, 1.1, 1.2, 1.3], 4: [1.0, 2.0, 3.0, 4.0]}, {1: 0.1, 4: 0.1})
+PROFILE = BatchProfile(COSTS, [0.8, 0.6, 0.5])
 
 
 def test_trap_no_other_lengths_have_more_goodput() -> None:
@@ -39,9 +39,9 @@ def test_trap_the_rate_counts_the_tokens_that_were_tested() -> None:
 
 
 def test_the_seconds_of_unequal_drafts_lie_between_those_of_equal_ones() -> None:
-    assert seconds_of([2], PROFILE) == pytest.approx(1.2 + 0.2)
-    assert seconds_of([0, 0, 0, 2], PROFILE) == pytest.approx(1.5 + 0.2)
-    assert seconds_of([3, 3, 3, 3], PROFILE) == pytest.approx(4.0 + 0.3)
+    assert seconds_of([2], COSTS) == pytest.approx(1.2 + 0.2)
+    assert seconds_of([0, 0, 0, 2], COSTS) == pytest.approx(1.5 + 0.2)
+    assert seconds_of([3, 3, 3, 3], COSTS) == pytest.approx(4.0 + 0.3)
 
 
 def test_a_request_alone_drafts_and_a_crowd_does_not() -> None:
@@ -54,7 +54,7 @@ def test_a_request_alone_drafts_and_a_crowd_does_not() -> None:
 
 def test_a_batch_has_one_length_where_each_request_would_have_its_own() -> None:
     """One request is drafted well, the other badly. Per request the bad one drafts nothing."""
-    profile = BatchProfile({2: [1.0, 1.2, 1.8]}, {2: 0.1}, [0.8, 0.6])
+    profile = BatchProfile(MeasuredRounds({2: [1.0, 1.2, 1.8]}, {2: 0.1}), [0.8, 0.6])
     questions = {0: DraftHistory((), 96, 92), 1: DraftHistory((), 96, 7)}  # rates near 0.9 and 0.1
     rule = {per: SmartSpecRule(lambda texts: profile, 2, per) for per in ("request", "batch")}
     assert rule["request"].decide(questions, 2) == {0: 2, 1: 0}

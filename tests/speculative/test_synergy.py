@@ -6,6 +6,7 @@ import pytest
 
 from tests.speculative.batches import DRAFT, PROMPTS, TARGET, decode_batch, texts_of, verified_of
 from tests.table import Table
+from tinyspec.decoding.costs import MeasuredRounds
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
@@ -13,7 +14,6 @@ from tinyspec.laws.traps import synergy as traps
 from tinyspec.lm.model import Model
 from tinyspec.speculative.batched import (
     SIZES,
-    BatchProfile,
     count_measured_tokens,
     find_profile,
     measure_batches,
@@ -66,11 +66,11 @@ def test_a_profile_is_measured_on_batches_that_decode() -> None:
     verify, step = measure_rounds("draft", make_request, 4, 3, lambda: seconds[0])
     assert verify == pytest.approx([1 + 0.04 * (1 + n) for n in range(4)])
     assert step == pytest.approx(0.1)
-    profile = measure_batches("draft", make_request, 4, 3, lambda: seconds[0])
-    assert profile.sizes == [*SIZES]
-    assert profile.step == pytest.approx(dict.fromkeys(SIZES, 0.1))
-    assert profile.verify[16] == pytest.approx([1 + 0.16 * (1 + n) for n in range(4)])
-    assert len(profile.reach) == 3 and sorted(profile.reach, reverse=True) == [*profile.reach]
+    costs, reach = measure_batches("draft", make_request, 4, 3, lambda: seconds[0])
+    assert costs.sizes == [*SIZES]
+    assert costs.step == pytest.approx(dict.fromkeys(SIZES, 0.1))
+    assert costs.verify[16] == pytest.approx([1 + 0.16 * (1 + n) for n in range(4)])
+    assert len(reach) == 3 and sorted(reach, reverse=True) == [*reach]
 
 
 def test_acceptance_is_measured_on_the_texts_of_all_who_ask() -> None:
@@ -86,8 +86,8 @@ def test_acceptance_is_measured_on_the_texts_of_all_who_ask() -> None:
 
 
 def test_a_size_between_two_measured_ones_takes_the_nearest() -> None:
-    profile = BatchProfile({1: [], 4: [], 16: []}, {}, [])
-    assert [profile.nearest(n) for n in (1, 2, 3, 10, 11, 99)] == [1, 1, 4, 4, 16, 16]
+    costs = MeasuredRounds({1: [], 4: [], 16: []}, {})
+    assert [costs.nearest(n) for n in (1, 2, 3, 10, 11, 99)] == [1, 1, 4, 4, 16, 16]
 
 
 def test_a_table_by_hand_is_checked() -> None:

@@ -98,8 +98,8 @@ def _tabulate_claims(results: Mapping[str, Mapping[str, Any]], tutorials: str) -
         f"| faster | `auto` on SmolLM2-135M: {report.format_speedup(auto, 'x')} on Spec-Bench, "
         f"{report.format_speedup(edits, 'x')} on text edits "
         f"| `tinyspec bench --methods auto`, [settings]({tutorials}results/bench.md) |",
-        f"| honest | bundled models: {report.format_speedup(greedy['ratio'], 'x')} ([why so "
-        f"little]({tutorials}01_why_five_cost_one.md)) "
+        f"| on tiny models | bundled models: {report.format_speedup(greedy['ratio'], 'x')} "
+        f"([why so little]({tutorials}01_why_five_cost_one.md)) "
         f"| `tinyspec bench {' '.join(race['command'].split()[2:5])}` |",
     ]
     head = f"| claim | result on {race['machine']['cores']} CPU cores | reproduce with |"

@@ -1,4 +1,10 @@
-"""The time of a forward pass that requests share, as a function of what runs in it.
+"""What passes and rounds take: the model of time by which drafts are chosen.
+
+`CostModel` tells the seconds of a round, for a number of requests and of draft tokens. All that
+choose how much to draft ask it: auto, sequoia, synergy, smartspec and the forecast of magicdec. It
+has three sources. auto and sequoia learn it while they decode (`goodput.LearntCosts`). synergy and
+smartspec measure it before their first round (`MeasuredRounds`). And it follows from the seconds of
+forward passes (`ForecastRounds`): so a choice can be made for a machine that is not at hand.
 
 A pass over few rows waits for the weights to come from memory. So further rows cost little, until
 arithmetic takes longer than the weights. The seconds of a pass depend on
@@ -6,7 +12,7 @@ arithmetic takes longer than the weights. The seconds of a pass depend on
     R  rows, of all requests together      S  sessions that take part
     H  rows whose logits are wanted        A  keys that the rows read, each its own and all before
 
-Two kinds of costs say how. `FittedCosts` are measured on a machine:
+Two kinds of `PassCosts` say how. `FittedCosts` are measured on a machine:
 
     seconds = pass + session * S + read * A + curve(R) + [H > 0] * (head_pass + head * H)
 
@@ -16,10 +22,8 @@ R. All coefficients are at least 0, and are chosen to make the relative errors s
 
     seconds = max(bytes / bandwidth, operations / peak)
 
-A simulated clock adds up these seconds over the pass log of a scheduler. Two policies measure whole
-rounds instead, drafting and all: `goodput.CostModel` learns those of one request while it runs
-(auto, sequoia), and `batched.BatchProfile` those of a batch before its first round (synergy,
-smartspec). In a batch auto reads passes by their rows alone (`batched.find_row_seconds`).
+A simulated clock adds up these seconds over the pass log of a scheduler. In a batch auto reads
+passes by their rows alone (`RowCosts`).
 """
 
 from abc import ABC, abstractmethod
@@ -62,6 +66,17 @@ class PassCosts(ABC):
         return self.seconds_of(entry.rows, entry.cached, entry.heads)
 
 
+@dataclass(frozen=True)
+class RowCosts(PassCosts):
+    """Costs by the rows alone, read off a few that were measured: see `interpolate_seconds`."""
+
+    model: str
+    measured: Mapping[int, float]
+
+    def seconds_of(self, rows: Sequence[int], cached: Sequence[int], heads: Sequence[int]) -> float:
+        return interpolate_seconds(self.measured, sum(rows))
+
+
 def count_reads(rows: Sequence[int], cached: Sequence[int]) -> int:
     """Return how many keys all rows read: each its own, and those before it.
 
@@ -85,7 +100,89 @@ def interpolate_seconds(seconds: Mapping[int, float], rows: float) -> float:
     return seconds[below] + slope * (rows - below)
 
 
-# ---------------------------------------------------------------------- measured
+# ---------------------------------------------------------------------- rounds
+
+
+class CostModel(ABC):
+    """The seconds of a round: requests draft, and the target verifies all drafts in one pass."""
+
+    @abstractmethod
+    def verify_seconds(self, n_requests: int, n_drafted: int) -> float:
+        """Return the seconds of a round without its draft steps.
+
+        n_drafted  draft tokens of all requests together
+        """
+
+    @abstractmethod
+    def step_seconds(self, n_requests: int) -> float:
+        """Return the seconds in which the draft model writes one more token for each request."""
+
+
+@dataclass(frozen=True)
+class MeasuredRounds(CostModel):
+    """Rounds that were measured. Of the numbers of requests the nearest counts.
+
+    verify  [longest + 1] seconds of a round over 0, 1, ... draft tokens of each request, without
+            its draft steps, by the number of requests
+    step    seconds of a draft step, by the number of requests
+    """
+
+    verify: Mapping[int, Sequence[float]]
+    step: Mapping[int, float]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return the numbers of requests that were measured."""
+        return sorted(self.verify)
+
+    def nearest(self, n_requests: int) -> int:
+        """Return the measured number that is nearest; of two, the smaller one."""
+        return min(self.sizes, key=lambda size: (abs(size - n_requests), size))
+
+    def verify_seconds(self, n_requests: int, n_drafted: int) -> float:
+        """Return the seconds of a round in which all drafts have their mean length.
+
+        Longer drafts than were measured take as long as the longest.
+        """
+        verify, mean = self.verify[self.nearest(n_requests)], n_drafted / n_requests
+        below = min(int(mean), len(verify) - 1)
+        above = min(below + 1, len(verify) - 1)
+        return verify[below] + (mean - below) * (verify[above] - verify[below])
+
+    def step_seconds(self, n_requests: int) -> float:
+        return self.step[self.nearest(n_requests)]
+
+
+@dataclass(frozen=True)
+class ForecastRounds(CostModel):
+    """Rounds that take what their passes take; sampling and the like take no time.
+
+    target         costs of a target pass
+    draft          costs of a pass of the draft model; a number: the seconds of any draft step
+    context        slots that each request has cached
+    draft_context  slots that a draft step reads; None: as many
+    """
+
+    target: PassCosts
+    draft: PassCosts | float = 0.0
+    context: int = 0
+    draft_context: int | None = None
+
+    def verify_seconds(self, n_requests: int, n_drafted: int) -> float:
+        """Return the seconds of a pass. The drafts are as equally long as they can be."""
+        each, longer = divmod(n_drafted, n_requests)
+        rows = [1 + each + (at < longer) for at in range(n_requests)]
+        return self.target.seconds_of(rows, [self.context + n for n in rows], rows)
+
+    def step_seconds(self, n_requests: int) -> float:
+        if isinstance(self.draft, float):
+            return self.draft
+        ones = [1] * n_requests
+        read = self.context if self.draft_context is None else self.draft_context
+        return self.draft.seconds_of(ones, [read + 1] * n_requests, ones)
+
+
+# ---------------------------------------------------------------------- measured passes
 
 
 class PassSample(NamedTuple):
@@ -243,7 +340,7 @@ def list_relative_errors(costs: PassCosts, samples: Sequence[PassSample]) -> lis
     return [costs.seconds_of(s.rows, s.cached, s.heads) / s.seconds - 1 for s in samples]
 
 
-# ---------------------------------------------------------------------- computed
+# ---------------------------------------------------------------------- computed passes
 
 
 @dataclass(frozen=True)

@@ -82,8 +82,8 @@ from tinyspec.speculative.goodput import (
     STALE_ROUNDS,
     Candidate,
     Choice,
-    CostModel,
     Goodput,
+    LearntCosts,
 )
 from tinyspec.speculative.lookup import (
     OUTPUTS,
@@ -368,7 +368,7 @@ class AutoDrafter(BaseDrafter):
         self.head = LazyHead(request) if request.head else None
         self.option = PLAIN
         self.scheduler, self.clock = request.scheduler, request.batch_clock
-        self.times, self.models = BatchTimes(1, ()), list[Model]()
+        self.times, self.models = BatchTimes(1, self.policy.curve), list[Model]()
         if self.clock is not None:  # only transformers have passes that can be timed
             used = [request.target, *request.drafts[:1]]
             self.models = [cast(Model, one.model) for one in used if isinstance(one, Session)]
@@ -381,7 +381,7 @@ class AutoDrafter(BaseDrafter):
         if self.policy.curve.rounds % BATCH_ROUNDS == 0:
             rule = partial(TimesRule, self.models, self.clock)
             self.times = self.scheduler.consult(("auto", *self.models), rule, None)
-        self.policy.curve.set_batch(self.times.n_decoding, self.times.seconds)
+        self.policy.curve.set_batch(*self.times)
 
     def _want_states(self) -> None:
         """Decide which states the next pass of the target must show."""
@@ -488,10 +488,10 @@ class AutoDrafter(BaseDrafter):
         self._want_states()
 
 
-_curves: WeakKeyDictionary[Any, WeakKeyDictionary[Any, CostModel]] = WeakKeyDictionary()
+_curves: WeakKeyDictionary[Any, WeakKeyDictionary[Any, LearntCosts]] = WeakKeyDictionary()
 
 
-def shared_cost_model(request: Request, longest: int) -> CostModel:
+def shared_cost_model(request: Request, longest: int) -> LearntCosts:
     """Return the cost model of this pair of models, for drafts of at most `longest` tokens.
 
     It is kept, and replaced by a new one if `longest` changes. Without a clock, or if the target is
@@ -499,11 +499,11 @@ def shared_cost_model(request: Request, longest: int) -> CostModel:
     """
     target = getattr(request.target, "model", None)
     if request.clock is None or target is None:
-        return CostModel(longest)
+        return LearntCosts(longest)
     pairs = _curves.setdefault(target, WeakKeyDictionary())
     partner = getattr(request.drafts[0], "model", target) if request.drafts else target
     if partner not in pairs or pairs[partner].sizes[-1] != longest:
-        pairs[partner] = CostModel(longest)
+        pairs[partner] = LearntCosts(longest)
     return pairs[partner]
 
 

@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
+from tinyspec.decoding.costs import CostModel, ForecastRounds, MeasuredRounds, RowCosts
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -92,24 +93,12 @@ MakeRequest = Callable[[int, Scheduler | None], tuple[Request, Sequence[int]]]
 class BatchProfile(NamedTuple):
     """What was measured of a target and its draft model, while the requests that asked first wait.
 
-    verify  [longest + 1] seconds of a round over 0, 1, ... draft tokens of each request, without
-            its draft steps, by the number of requests
-    step    seconds of a draft step of so many requests
-    reach   [longest] share of rounds in which at least 1, 2, ... draft tokens were accepted
+    costs  of rounds in batches of several sizes
+    reach  [longest] share of rounds in which at least 1, 2, ... draft tokens were accepted
     """
 
-    verify: Mapping[int, Sequence[float]]
-    step: Mapping[int, float]
+    costs: MeasuredRounds
     reach: Sequence[float]
-
-    @property
-    def sizes(self) -> list[int]:
-        """Return the batch sizes that were measured."""
-        return sorted(self.verify)
-
-    def nearest(self, n_requests: int) -> int:
-        """Return the measured size that is nearest; of two, the smaller one."""
-        return min(self.sizes, key=lambda size: (abs(size - n_requests), size))
 
 
 class DraftsFirst(LockstepPolicy):
@@ -205,7 +194,8 @@ def measure_batches(
     found = {size: measure_rounds(draft, make_request, size, longest, clock) for size in SIZES}
     verify = {size: one[0] for size, one in found.items()}
     step = {size: one[1] for size, one in found.items()}
-    return BatchProfile(verify, step, profile_draft(draft, list_requests, longest, clock).reach)
+    reach = profile_draft(draft, list_requests, longest, clock).reach
+    return BatchProfile(MeasuredRounds(verify, step), reach)
 
 
 _profiles: WeakKeyDictionary[Model, WeakKeyDictionary[Model, BatchProfile]] = WeakKeyDictionary()
@@ -275,23 +265,29 @@ class BatchTimes(NamedTuple):
     """What a request of a batch plans by.
 
     n_decoding  requests that share a pass
-    seconds     of a pass by its rows, of each model
+    costs       of their rounds
     """
 
     n_decoding: int
-    seconds: Sequence[Mapping[int, float]]
+    costs: CostModel
 
 
 class TimesRule:
-    """Tell every request how many decode, and what passes of these models take."""
+    """Tell every request how many decode, and what rounds take.
+
+    models  the target, then the draft model if there is one
+    """
 
     def __init__(self, models: Sequence[Model], clock: Clock):
         self.models, self.clock = models, clock
 
     def decide(self, questions: Mapping[int, Any], n_decoding: int) -> Mapping[int, BatchTimes]:
         """Measure the models first, if nobody has. All requests wait meanwhile."""
-        seconds = [find_row_seconds(model, self.clock) for model in self.models]
-        return dict.fromkeys(questions, BatchTimes(n_decoding, seconds))
+        target, *drafts = (
+            RowCosts(one.name, find_row_seconds(one, self.clock)) for one in self.models
+        )
+        costs = ForecastRounds(target, drafts[0] if drafts else 0.0)
+        return dict.fromkeys(questions, BatchTimes(n_decoding, costs))
 
 
 _row_seconds: WeakKeyDictionary[Model, dict[int, float]] = WeakKeyDictionary()

@@ -7,12 +7,12 @@ tokens, by their position. Of a trained head the same is learned, but by the nod
 acceptance of looked-up tokens comes from speculative/lookup.py. The technique is `auto`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import NamedTuple
 
-from tinyspec.decoding.costs import interpolate_seconds
+from tinyspec.decoding.costs import CostModel, interpolate_seconds
 from tinyspec.decoding.decode import Round
 from tinyspec.technique import Clock
 
@@ -88,8 +88,8 @@ class HeadFigures:
             self.chances[node] += EMA_RATE * (is_accepted - self.chances[node])
 
 
-class CostModel:
-    """The seconds of a round by its number of draft tokens, and the figures of a draft model.
+class LearntCosts(CostModel):
+    """The seconds of a request's rounds by their draft tokens, and the figures of a draft model.
 
     Other work on the machine makes rounds of all sizes longer. So the seconds of a size are a
     product: the *pace* of the machine, which follows every round, times the seconds at pace 1,
@@ -149,18 +149,25 @@ class CostModel:
             self.seconds[at] = new if old is None else old + weight * (new - old)
             self._costs = None
 
-    def set_batch(self, n_requests: int, seconds: Sequence[Mapping[int, float]]) -> None:
-        """Take measured times of passes in place of those of rounds.
+    def verify_seconds(self, n_requests: int, n_drafted: int) -> float:
+        """Return the seconds of a round. Those of other requests are in what was learnt."""
+        if n_drafted in self.index_of:
+            return self.costs()[self.index_of[n_drafted]]
+        return interpolate_seconds(dict(zip(self.sizes, self.costs(), strict=True)), n_drafted)
+
+    def step_seconds(self, n_requests: int) -> float:
+        return PRIOR_STEP * self.costs()[0] if self.step is None else self.step
+
+    def set_batch(self, n_requests: int, costs: CostModel) -> None:
+        """Take the costs of a batch in place of what was learnt.
 
         n_requests  how many share a pass; the plan assumes that all draft as much as this one
-        seconds     of a pass by its rows: of the target, then of the draft model if there is one
 
         The heads of all requests run one after another.
         """
-        target, *drafts = seconds
-        self._costs = [interpolate_seconds(target, n_requests * (1 + size)) for size in self.sizes]
-        self.step = interpolate_seconds(drafts[0], n_requests) if drafts else None
-        self.head.seconds = n_requests * PRIOR_HEAD * target[1]
+        self._costs = [costs.verify_seconds(n_requests, n_requests * n) for n in self.sizes]
+        self.step = costs.step_seconds(n_requests)
+        self.head.seconds = n_requests * PRIOR_HEAD * costs.verify_seconds(1, 0)
 
     def pass_seconds(self, rows: int) -> float:
         """Return the seconds of a pass over so many rows, as a round of that width takes."""
@@ -205,7 +212,7 @@ class Goodput:
     gain            seconds that the latest choice is expected to save
     """
 
-    def __init__(self, curve: CostModel, clock: Clock):
+    def __init__(self, curve: LearntCosts, clock: Clock):
         self.curve, self.clock = curve, clock
         self.started = self.ready = 0.0
         self.lookup_seconds = self.gain = 0.0

@@ -3,7 +3,8 @@
 After a context that was seen, the count of each continuation is reduced by a discount. The
 probability that becomes free goes to the tokens that were not seen there, in proportion to their
 probabilities after the context without its first token. The discount is absolute, one half, because
-Katz's own (Good-Turing) is undefined for small counts.
+Katz's own (Good-Turing) is undefined for small counts. Every count is discounted, and tokens that
+the text lacks share the rest evenly.
 
 The text is the model's own sampling run: it samples from the beginning-of-text token on, without a
 prompt. The run is a function of the model, so n tokens always mean its first n tokens. A short run

@@ -38,6 +38,7 @@ from tinyspec.bench.report import (
 )
 from tinyspec.bench.settings import BatchSettings
 from tinyspec.bench.tasks import find_room, tokenize_openings
+from tinyspec.decoding.costs import MeasuredRounds
 from tinyspec.decoding.sampling import UNCHANGED
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import Generation, start_generation
@@ -127,8 +128,8 @@ def measure_batches_of_arms(
             "settings": settings,
             "knobs": knobs,
             "profile": {
-                "verify": {str(size): list(row) for size, row in profile.verify.items()},
-                "step": {str(size): seconds for size, seconds in profile.step.items()},
+                "verify": {str(size): list(row) for size, row in profile.costs.verify.items()},
+                "step": {str(size): seconds for size, seconds in profile.costs.step.items()},
                 "reach": list(profile.reach),
             },
             "columns": list(BatchSample._fields),
@@ -267,21 +268,19 @@ def _write_counts(size: str) -> Any:
 def read_profile(result: Mapping[str, Any]) -> BatchProfile:
     """Return the profile that was measured."""
     found = result["profile"]
-    return BatchProfile(
-        {int(size): row for size, row in found["verify"].items()},
-        {int(size): seconds for size, seconds in found["step"].items()},
-        found["reach"],
-    )
+    verify = {int(size): row for size, row in found["verify"].items()}
+    step = {int(size): seconds for size, seconds in found["step"].items()}
+    return BatchProfile(MeasuredRounds(verify, step), found["reach"])
 
 
 def _list_best(result: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     """Return the best length by acceptance rate and batch size; last, for the measured rates."""
-    profile = read_profile(result)
-    longest = len(profile.reach)
+    costs, measured = read_profile(result)
+    longest = len(measured)
     reaches = {f"{rate:g}": [rate**n for n in range(1, longest + 1)] for rate in RATES}
-    reaches["as measured"] = list(profile.reach)
+    reaches["as measured"] = list(measured)
     return {
-        name: {str(b): n for b, n in best_lengths(profile._replace(reach=reach)).items()}
+        name: {str(b): n for b, n in best_lengths(costs, reach, costs.sizes).items()}
         for name, reach in reaches.items()
     }
 

@@ -391,7 +391,7 @@ class Form:
             texts = [(token,) for token in range(case.vocabulary)]
         else:
             first = f"the distribution of the first {count} tokens"
-            shown["compared"] = f"{first} (where a round gives fewer, p goes on)"
+            shown["compared"] = f"{first} (a shorter round is continued by sampling from p)"
             if len(texts) > MOST_TEXTS_SHOWN:
                 shown["compared"] += "; shown are the texts that differ"
                 texts = [

@@ -1,17 +1,18 @@
 """SmartSpec (Liu et al. 2024): the lengths of a batch that have the greatest goodput."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
 
+from tinyspec.decoding.costs import CostModel
 from tinyspec.decoding.rng import Seeded
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import SAMPLED, Build, Trap, begin_decoder, card
 from tinyspec.laws.traps.synergy import random_profile
-from tinyspec.speculative.batched import BatchProfile
 from tinyspec.speculative.integrated.smartspec import (
     PLAIN_BONUS,
     SmartSpecDrafter,
@@ -26,31 +27,31 @@ EQUAL = "no other length that all requests have has more goodput"
 TESTED = "the rate counts the tokens that were tested"
 
 
-def goodput(rates: Sequence[float], lengths: Sequence[int], profile: BatchProfile) -> float:
+def goodput(rates: Sequence[float], lengths: Sequence[int], costs: CostModel) -> float:
     """Return the expected tokens per second; plain decoding's with its bonus."""
     tokens = sum(
         sum(rate**n for n in range(length + 1)) for rate, length in zip(rates, lengths, strict=True)
     )
     bonus = 1.0 if any(lengths) else PLAIN_BONUS
-    return bonus * tokens / seconds_of(lengths, profile)
+    return bonus * tokens / seconds_of(lengths, costs)
 
 
 def _check_goodput(law: str, choose: Callable[..., list[int]], is_equal: bool) -> Iterator[int]:
     """Check lengths against all others, where draft steps cost something and nothing."""
     batches = ([0.9], [0.1], [0.9, 0.1], [0.6, 0.8], [0.95, 0.5, 0.2])
     for seed, rates in product(range(8), batches):
-        costly = random_profile(seed, 3)
-        free = costly._replace(step=dict.fromkeys(costly.step, 0.0))
-        for profile in (free, costly):
-            got, every = choose(rates, profile, 3), [*product(range(4), repeat=len(rates))]
+        costly = random_profile(seed, 3).costs
+        free = replace(costly, step=dict.fromkeys(costly.step, 0.0))
+        for costs in (free, costly):
+            got, every = choose(rates, costs, 3), [*product(range(4), repeat=len(rates))]
             if is_equal:
                 every = [lengths for lengths in every if len(set(lengths)) == 1]
             if tuple(got) not in every:
                 accuse(law, every, got, rates=rates)
-            best = max(goodput(rates, lengths, profile) for lengths in every)
-            if goodput(rates, got, profile) < best - 1e-12:
-                case = {"rates": rates, "profile": profile, "lengths": got}
-                accuse(law, best, goodput(rates, got, profile), **case)
+            best = max(goodput(rates, lengths, costs) for lengths in every)
+            if goodput(rates, got, costs) < best - 1e-12:
+                case = {"rates": rates, "costs": costs, "lengths": got}
+                accuse(law, best, goodput(rates, got, costs), **case)
         yield 0
 
 
@@ -120,7 +121,7 @@ TOYS = [
     ),
     _smartspec(
         "one length is chosen as if drafts were free",
-        "/ seconds_of([length] * len(rates), profile)",
+        "/ seconds_of([length] * len(rates), costs)",
         "",
         choose_equal_lengths,
         law=EQUAL,

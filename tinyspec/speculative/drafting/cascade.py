@@ -14,7 +14,7 @@ makes those and ever smaller ones the rest. A matrix of quotas K says both.
 Lenience l: between draft models a token x is accepted with probability min(1, l p(x) / q(x)). A
 token that passed a lenient review can no longer declare its distribution: it is a point mass, and
 q(x) is 1. At temperature 0 a reviewer accepts its likeliest token, and any x with l p(x) > q(x), p
-before the temperature. Towards the target l is 1. The authors run l = 2 and 3; the default is 1.
+before the temperature. Towards the target l is 1. The authors run l = 2, 3 and 5; the default is 1.
 (`speculative_decoding` has the scale the other way round: there l < 1 is lenient.)
 
 Guarantee: EXACT. Each token declares the distribution it was committed under by the level that
@@ -25,7 +25,12 @@ Tests: tests/speculative/test_cascade.py (`draft_cascade` against what runs, tok
 passes of every level; each cascade alone, both and none; the longest match). `tinyspec laws
 cascade` enumerates four levels.
 Left out: the bigram table of Wikipedia. Here `sample` tokens of the smallest draft model's own
-sampling run are counted (`tinyspec train ngrams` keeps a long run).
+sampling run are counted (`tinyspec train ngrams` keeps a long run). The default K is that of the
+released code's README, which says that the paper writes it as running sums. Ours: a level stops at
+its quota. In the released code a review may exceed it, and max-gram always proposes 10 tokens.
+Max-gram copies the latest match, of at most `longest` tokens; the released code the first one, and
+it searches the draft too. In a lenient review the released code divides by the lower model's
+probability; q(x) = 1 accepts less.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +50,7 @@ from tinyspec.speculative.ngram import KatzModel, read_own_texts
 from tinyspec.technique import Guarantee, Knob, Request, per_model_state, technique
 from tinyspec.tree import ROOT, Probs, TokenTree
 
-PAPER_QUOTAS = {1: "13,10/10", 2: "5,14,10/1,10/10"}
+RELEASED_QUOTAS = {1: "13,10/10", 2: "5,14,10/1,10/10"}
 """K for so many draft models: what the authors run beside LLaMA-7B and beside FLAN-T5-XXL."""
 
 Quotas = tuple[tuple[int, ...], ...]
@@ -90,21 +95,21 @@ def parse_quotas(quotas: str, drafts: int) -> Quotas:
     >>> parse_quotas("5,14,10/1,10/10", 2)
     ((5, 14, 10), (1, 10), (10,))
     """
-    if quotas == "auto" and drafts not in PAPER_QUOTAS:
+    if quotas == "auto" and drafts not in RELEASED_QUOTAS:
         raise TinyspecError(
-            f"there are no quotas for {drafts} draft models in the paper: give quotas, as "
-            f"{PAPER_QUOTAS[2]} for 2"
+            f"there are no quotas for {drafts} draft models in the released code: give quotas, as "
+            f"{RELEASED_QUOTAS[2]} for 2"
         )
     rows = [
         row.split(",")
-        for row in (PAPER_QUOTAS[drafts] if quotas == "auto" else str(quotas)).split("/")
+        for row in (RELEASED_QUOTAS[drafts] if quotas == "auto" else str(quotas)).split("/")
     ]
     if [len(row) for row in rows] != list(range(drafts + 1, 0, -1)) or not all(
         word.strip().isdecimal() for row in rows for word in row
     ):
         raise TinyspecError(
             f"the quotas {quotas!r} do not fit {drafts} draft model(s) and max-gram: give "
-            f"{drafts + 1} rows, each a number shorter, as {PAPER_QUOTAS[min(drafts, 2)]} for "
+            f"{drafts + 1} rows, each a number shorter, as {RELEASED_QUOTAS[min(drafts, 2)]} for "
             f"{min(drafts, 2)}"
         )
     if not any(int(word) for word in rows[0]):
@@ -263,7 +268,7 @@ def count_bigrams(draft: Any, tokens: int) -> KatzModel:
             "quotas",
             "auto",
             "draft tokens of each level, one row for each reviewer, as 5,14,10/1,10/10 for two "
-            "draft models (the last number of a row is max-gram's); auto: the paper's",
+            "draft models (the last number of a row is max-gram's); auto: the released code's",
             small=("2,0,1/1,0/1", "1,1,1/1,1/1", "3,0,0/2,0/1"),
         ),
         Knob(

@@ -21,8 +21,9 @@ renormalized draft distribution it was sampled from. If the draft has no token l
 siblings are sampled uniformly. At temperature 0 they are the draft's top-k tokens, as point masses.
 
 Guarantee: EXACT for any tree, because the tree is fixed before any of its tokens is sampled.
-Pitfall: the released code samples its noise once and reuses it in every round. The first token is
-still right; the joint distribution of two tokens is not. Here every round samples fresh noise.
+Pitfall: the released code samples its noise once a prompt and reuses it in every round. The first
+token is still right; the joint distribution of two tokens is not. Here every round samples fresh
+noise.
 State: P, c and t are estimated while decoding, from a prior on. With a clock they are kept per
 model pair and sampling settings while the target lives. Above temperature 0 the text of a seed
 therefore depends on timing; fix `accepts` and `costs` to prevent that. The paper measures P
@@ -34,7 +35,12 @@ The bounds of the search, `nodes` 32, `depth` 8 and `ranks` 8, are ours: on a CP
 the first nodes on, so a larger tree seldom pays.
 Tests: tests/speculative/test_sequoia.py (`most_tokens` against what runs and the tree against all
 trees; F against enumerated rounds; P against enumerated draws; the reused noise).
-Left out: trees of hundreds of nodes for offloaded targets; planning time grows with n squared.
+Left out: the paper's trees of 768 nodes for offloaded targets: planning time grows with n squared.
+A P for each depth, which the paper has for heads such as Medusa's.
+Ours: trees are planned again in rounds 0, 1, 2, 4, 8 and so on; the paper plans once. n and d do
+not count the root, and leaves are not drafted from. The released code cuts only the target's rows
+by top-p; here the draft's are cut too. `bench acceptance` averages P over given texts, as the
+authors' fast_test.py does.
 """
 
 import json
@@ -48,13 +54,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyspec._core.reference import acceptance_ratio
+from tinyspec.decoding.costs import CostModel
 from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import UNCHANGED, SamplingParams, top_k_tokens
 from tinyspec.decoding.verify import exclude_token, residual, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.model import Model
-from tinyspec.speculative.goodput import PRIOR_STEP, CostModel, update_ema
+from tinyspec.speculative.goodput import LearntCosts, update_ema
 from tinyspec.speculative.treedraft import Shape, TreeDrafter, sample_siblings
 from tinyspec.technique import (
     Clock,
@@ -80,8 +87,9 @@ def most_tokens(accepts: tuple[float, ...], nodes: int, depth: int) -> float:
 
         T(n, d) = 1 + max over n_1 + n_2 + ... = n of the sum of P[k] T(n_k - 1, d - 1)
 
-    The nodes are given to the children; one of those that a child gets is the child itself. This is
-    the paper's recursion. `solve_tree_dp` computes all n and d at once. A test compares the two.
+    The nodes are given to the children; one of those that a child gets is the child itself. The
+    paper's recursion adds one child at a time and has the same maximum. `solve_tree_dp` computes
+    all n and d at once. A test compares the two.
 
     >>> round(most_tokens((0.6, 0.3), 3, 2), 2)  # two children of the root, one below the first
     2.26
@@ -262,14 +270,19 @@ def best_tree(accepts: Sequence[float], nodes: int, depth: int) -> Shape:
     return backtrack_tree(sizes, n, d)
 
 
-def fastest_tree(accepts: Sequence[float], curve: CostModel, depth: int) -> Shape:
-    """Return the tree with the least time per token, over the sizes of the curve and all depths."""
-    costs = curve.costs()
-    step = PRIOR_STEP * costs[0] if curve.step is None else curve.step
-    best, sizes = solve_tree_dp(tuple(accepts), curve.sizes[-1], depth)
+def fastest_tree(
+    accepts: Sequence[float], costs: CostModel, nodes: Sequence[int], depth: int
+) -> Shape:
+    """Return the tree with the least time per token.
+
+    nodes  numbers of nodes that are tried, in rising order
+    depth  greatest depth; all smaller ones are tried
+    """
+    best, sizes = solve_tree_dp(tuple(accepts), nodes[-1], depth)
+    step = costs.step_seconds(1)
     time_per_token = {
-        (n, d): (d * step + cost) / float(best[d, n + 1])
-        for n, cost in zip(curve.sizes[1:], costs[1:], strict=True)
+        (n, d): (d * step + costs.verify_seconds(1, n)) / float(best[d, n + 1])
+        for n in nodes
         for d in range(1, depth + 1)
         if best[d, n + 1] > 1
     }
@@ -288,7 +301,7 @@ class OnlineEstimates:
         prior = [*PRIOR, *[PRIOR[-1]] * ranks][:ranks]
         self.shares = [PRIOR_WEIGHT * share for share in prior]
         self.seen = [float(PRIOR_WEIGHT)] * ranks
-        self.curve = CostModel(longest)
+        self.curve = LearntCosts(longest)
 
     @property
     def accepts(self) -> tuple[float, ...]:
@@ -332,25 +345,25 @@ class SequoiaDrafter(TreeDrafter):
         sampling: SamplingParams,
         rng: RandomSource,
     ) -> TokenTree:
-        accepts, nodes = self.learnt.accepts, self.learnt.curve.sizes[-1]
+        accepts, curve = self.learnt.accepts, self.learnt.curve
         if self.choose is not None:
             ways = sorted(
                 {
                     best_tree(accepts, n, d)
-                    for n in range(1, nodes + 1)
+                    for n in range(1, curve.sizes[-1] + 1)
                     for d in range(1, self.depth + 1)
                 }
             )
             self.reshape(ways[self.choose(len(ways), rng)])
         elif self.rounds & (self.rounds - 1) == 0:
             # In rounds 0, 1, 2, 4, 8, ... only: planning takes longer than drafting a token.
-            self.reshape(fastest_tree(accepts, self.learnt.curve, self.depth))
+            self.reshape(fastest_tree(accepts, curve, curve.sizes[1:], self.depth))
         began = self.clock()
         tree = super().propose(context, max_draft_depth, sampling, rng)
         self.ready = self.clock()
         if tree.tokens and self.ready > began and not self.fixed[1]:
             seconds = (self.ready - began) / max(tree.depths())
-            self.learnt.curve.step = update_ema(self.learnt.curve.step, seconds)
+            curve.step = update_ema(curve.step, seconds)
         return tree
 
     def observe(self, round: Round) -> None:

@@ -3,9 +3,9 @@
 Paper: Spector & Re 2023, arXiv 2308.04623. The draft model is not trained for this; the n-grams are
 counted in a sampling run of the draft model, `tinyspec train ngrams --draft NAME --tokens N`.
 
-Idea. Two ideas, for one request on one machine. First, the target verifies a *tree* that grows
-where the draft's own probability is: the most probable leaf so far always gets children next, so
-the tree is wide near the root and deep along likely paths. Second, the draft model is decoded
+Idea. Two ideas, for one request on one machine. First, the target verifies a *tree* that is built
+while it is drafted. Here the most probable leaf so far always gets children next, so the tree is
+wide near the root and deep along likely paths. Second, the draft model is decoded
 speculatively too. A Katz back-off n-gram model samples the next tokens, and one forward pass of the
 draft model runs them together with the leaves that may be expanded next. The draft model accepts or
 rejects each of them as the first child of the node before it. If it accepts, the distribution after
@@ -28,11 +28,15 @@ n-grams that draft for the target, leave out one of the two stages.
 Tests: tests/speculative/test_staged.py (`grow_tree` against what runs; how often a guess is kept;
 every tree is as likely without n-grams, and costs more passes; on a biased table it beats fixed
 trees of its size; one target pass per round), tests/speculative/test_ngram.py (Katz's formula).
-Left out: the paper's run of 120 million tokens at temperature 1.5. Ours has temperature 1, and
-`sample` says how many of its tokens are counted. Up to 8,192 are sampled when the draft model is
-loaded; more are read from the cache, where the command above keeps them. The tree's sizes are not
-in the paper: `budget`, `width` and `guesses` are ours. With point masses nothing is drawn, so the
-n-gram model's most likely tokens are compared with the children.
+Left out: n-grams that draft a tree (section 3.2); ours draft a chain below the most probable leaf.
+One draft pass for each depth; ours runs the next `width` leaves. The paper's run of 120 million
+tokens at temperature 1.5: ours has temperature 1, and `sample` says how many of its tokens are
+counted. Up to 8,192 are sampled when the draft model is loaded; more are read from the cache, where
+the command above keeps them. With point masses nothing is drawn, so the n-gram model's most likely
+tokens are compared with the children.
+Ours: which leaf expands (the paper says only that the tree is built dynamically), and its sizes
+`budget`, `width` and `guesses`. Children are drawn by default; the paper takes the second and third
+likeliest tokens.
 """
 
 from collections.abc import Callable, Sequence

@@ -21,6 +21,7 @@ batch every request's accepted tokens are its own; all drafts of a round have on
 Left out: the attention kernels for a GPU, with padded or split keys. Here every forward pass has
 one product for all rows and attention for each request over its own keys, which is the split form.
 The constants 7, 2, 10 and 32 are read from quotations of the paper's algorithm 1.
+Ours: a draft that the end of a text cut does not count, and requests may join and leave.
 """
 
 from collections.abc import Mapping, Sequence

@@ -31,7 +31,7 @@ budgets are 257 to 4,097 tokens; 512, and 4 first tokens, are our choice.
 from collections.abc import Sequence
 from typing import Any
 
-from tinyspec.decoding.costs import PassCosts
+from tinyspec.decoding.costs import CostModel
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.modeldraft import SharedSessionDrafter
 from tinyspec.decoding.rng import RandomSource
@@ -43,22 +43,15 @@ from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 
 
-def forecast_gain(
-    costs: PassCosts, n_requests: int, length: int, budget: int, gamma: int, alpha: float
-) -> float:
+def forecast_gain(costs: CostModel, n_requests: int, gamma: int, alpha: float) -> float:
     """Return how many times as fast as plain decoding a batch is forecast to be; below 1: slower.
 
-    length  tokens of each request's context
-    budget  keys that the draft reads
-    alpha   acceptance rate of a draft token
+    alpha  acceptance rate of a draft token
     """
-
-    def seconds(rows: int, keys: int) -> float:
-        return costs.seconds_of([rows] * n_requests, [keys] * n_requests, [rows] * n_requests)
-
-    tokens = sum(alpha**n for n in range(gamma + 1))
-    drafting = gamma * seconds(1, min(budget, length))
-    return tokens * seconds(1, length) / (drafting + seconds(1 + gamma, length))
+    plain = costs.verify_seconds(n_requests, 0)
+    drafted = gamma * costs.step_seconds(n_requests)
+    drafted += costs.verify_seconds(n_requests, gamma * n_requests)
+    return sum(alpha**n for n in range(gamma + 1)) * plain / drafted
 
 
 class MagicDecDrafter(SharedSessionDrafter):

@@ -1,7 +1,8 @@
 """SmartSpec: choose the draft length of each request so that the batch has the greatest goodput.
 
-Paper: Liu et al. 2024, arXiv 2406.14066 ("Optimizing Speculative Decoding for Serving Large
-Language Models Using Goodput"). Nothing is trained.
+Paper: Liu et al. 2024, arXiv 2406.14066, version 1 ("Optimizing Speculative Decoding for Serving
+Large Language Models Using Goodput"; version 3 of 2025 is called TurboSpec). Nothing is trained.
+The released code is dsd.py in the copy of vLLM that the authors of TETRIS published.
 
 Idea. Goodput counts the tokens that a batch is expected to generate in a second; draft tokens that
 will be rejected do not count. Longer drafts give more tokens, and longer passes. What is best
@@ -18,25 +19,30 @@ added one at a time, the greatest gain first, and the lengths with the greatest 
 are chosen. No other lengths have a greater goodput. Plain decoding is kept unless drafts are more
 than 10 % better, as in the released code.
 
-So it is per request (`per`), as in the paper. The released code has one length for the batch: with
+So it is per request (`per`), as in version 1. The released code has one length for the batch: with
 `per` "batch" all k_i are the same k, the one with the greatest goodput.
 
 The times are measured once, when requests ask first; all requests wait meanwhile.
 
 Guarantee: EXACT. Lengths follow from earlier rounds and the clock.
-Pitfall: a rate that counts tokens after a rejection, of which nothing is known; one request's time
-taken from a pass that others shared.
+Pitfall: a rate that counts tokens after a rejection, of which nothing is known (the released code's
+does); one request's time taken from a pass that others shared.
 Tests: tests/speculative/test_smartspec.py (the chosen lengths against all lengths of a small batch;
 one length against all equal lengths; the rate against its definition; a request that is drafted
 badly stops drafting, and tries again).
 Left out: the released code's one rate for the batch (here each request has its own, also with one
-length), and its decision every 20 steps. The paper's memory check is the scheduler's (`max_slots`).
-Its lengths for prompt lookup are those of `auto`.
+length), its moving average (0.85 of the old rate), its decision every 20 steps, and its times by
+the length of the contexts. Its memory check is the scheduler's (`max_slots`). Its lengths for
+prompt lookup are those of `auto`.
+Ours: the rate is a mean over all rounds that begins at 0.7 with the weight of 4 tokens; a request
+that drafts nothing for 100 rounds tries again; `longest` 8; all lengths are tried, where the
+released code stops at the first fall of the goodput.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from tinyspec.decoding.costs import CostModel
 from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.speculative.batched import BatchDrafter, BatchProfile, find_profile, read_models
@@ -69,7 +75,7 @@ class DraftHistory(NamedTuple):
         return (FIRST_RATE * FIRST_WEIGHT + self.accepted) / (FIRST_WEIGHT + self.tested)
 
 
-def choose_lengths(rates: Sequence[float], profile: BatchProfile, longest: int) -> list[int]:
+def choose_lengths(rates: Sequence[float], costs: CostModel, longest: int) -> list[int]:
     """Return the draft lengths with the greatest goodput of the batch.
 
     Plain decoding is kept unless drafts have more than PLAIN_BONUS times its goodput.
@@ -77,8 +83,7 @@ def choose_lengths(rates: Sequence[float], profile: BatchProfile, longest: int) 
     rates    [b] acceptance rates
     longest  most tokens of a draft
 
-    >>> profile = BatchProfile({1: [1.0, 1.1, 1.2], 2: [1.0, 1.1, 1.2]}, {1: 0.1, 2: 0.1}, ())
-    >>> choose_lengths([0.9, 0.1], profile, 2)
+    >>> choose_lengths([0.9, 0.1], MeasuredRounds({2: [1.0, 1.1, 1.2]}, {2: 0.1}), 2)
     [2, 0]
     """
     n_requests = len(rates)
@@ -87,8 +92,8 @@ def choose_lengths(rates: Sequence[float], profile: BatchProfile, longest: int) 
         for at, rate in enumerate(rates)
         for depth in range(1, longest + 1)
     )
-    shared = [shared_seconds(n_requests, n, profile) for n in range(n_requests * longest + 1)]
-    step = profile.step[profile.nearest(n_requests)]
+    shared = [costs.verify_seconds(n_requests, n) for n in range(n_requests * longest + 1)]
+    step = costs.step_seconds(n_requests)
     best, goodput = (0, 0), PLAIN_BONUS * n_requests / shared[0]
     for most in range(1, longest + 1):  # draft steps of the round
         tokens, n_drafted = float(n_requests), 0
@@ -103,40 +108,28 @@ def choose_lengths(rates: Sequence[float], profile: BatchProfile, longest: int) 
     return [chosen.count(at) for at in range(n_requests)]
 
 
-def choose_equal_lengths(rates: Sequence[float], profile: BatchProfile, longest: int) -> list[int]:
+def choose_equal_lengths(rates: Sequence[float], costs: CostModel, longest: int) -> list[int]:
     """Return the one draft length of all requests with the greatest goodput; of two, the shorter.
 
     Plain decoding is kept as in `choose_lengths`, which says what the arguments are.
 
-    >>> profile = BatchProfile({2: [1.0, 1.2, 1.8]}, {2: 0.1}, ())
-    >>> choose_lengths([0.9, 0.1], profile, 2), choose_equal_lengths([0.9, 0.1], profile, 2)
+    >>> costs = MeasuredRounds({2: [1.0, 1.2, 1.8]}, {2: 0.1})
+    >>> choose_lengths([0.9, 0.1], costs, 2), choose_equal_lengths([0.9, 0.1], costs, 2)
     ([2, 0], [1, 1])
     """
 
     def goodput(length: int) -> float:
         tokens = sum(rate**depth for rate in rates for depth in range(length + 1))
         bonus = 1.0 if length else PLAIN_BONUS
-        return bonus * tokens / seconds_of([length] * len(rates), profile)
+        return bonus * tokens / seconds_of([length] * len(rates), costs)
 
     return [max(range(longest + 1), key=goodput)] * len(rates)
 
 
-def shared_seconds(n_requests: int, n_drafted: int, profile: BatchProfile) -> float:
-    """Return the seconds of a target pass over so many draft tokens, of all requests together.
-
-    It takes as long as a pass in which all drafts have their mean length.
-    """
-    verify, mean = profile.verify[profile.nearest(n_requests)], n_drafted / n_requests
-    below = min(int(mean), len(verify) - 1)
-    above = min(below + 1, len(verify) - 1)
-    return verify[below] + (mean - below) * (verify[above] - verify[below])
-
-
-def seconds_of(lengths: Sequence[int], profile: BatchProfile) -> float:
+def seconds_of(lengths: Sequence[int], costs: CostModel) -> float:
     """Return the seconds of a round whose drafts have these lengths."""
     n = len(lengths)
-    step = profile.step[profile.nearest(n)]
-    return shared_seconds(n, sum(lengths), profile) + max(lengths) * step
+    return costs.verify_seconds(n, sum(lengths)) + max(lengths) * costs.step_seconds(n)
 
 
 class SmartSpecRule:
@@ -163,7 +156,7 @@ class SmartSpecRule:
         rates = [one.rate for one in questions.values()]
         others = [rates[n % len(rates)] for n in range(max(n_decoding - len(rates), 0))]
         longest = min(self.longest, len(self.profile.reach))  # what was measured
-        lengths = self.choose([*rates, *others], self.profile, longest)
+        lengths = self.choose([*rates, *others], self.profile.costs, longest)
         return dict(zip(questions, lengths, strict=False))
 
 

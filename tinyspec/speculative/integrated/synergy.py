@@ -27,28 +27,41 @@ lengths by hand, as vLLM's does.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tinyspec.decoding.costs import CostModel
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.speculative.batched import BatchDrafter, BatchProfile, find_profile, read_models
+from tinyspec.speculative.batched import (
+    SIZES,
+    BatchDrafter,
+    BatchProfile,
+    find_profile,
+    read_models,
+)
 from tinyspec.technique import Guarantee, Knob, Request, technique
 
 
-def best_lengths(profile: BatchProfile) -> dict[int, int]:
-    """Return the best draft length for each measured batch size; of equal ones the shortest.
+def best_lengths(
+    costs: CostModel, reach: Sequence[float], sizes: Sequence[int] = SIZES
+) -> dict[int, int]:
+    """Return the best draft length for each batch size; of equal ones the shortest.
+
+    reach  [longest] share of rounds in which at least 1, 2, ... draft tokens are accepted
 
     >>> alone, crowd = [1.0, 1.1, 1.2], [1.0, 2.0, 3.0]
-    >>> best_lengths(BatchProfile({1: alone, 8: crowd}, {1: 0.1, 8: 0.1}, reach=[0.8, 0.6]))
+    >>> costs = MeasuredRounds({1: alone, 8: crowd}, {1: 0.1, 8: 0.1})
+    >>> best_lengths(costs, [0.8, 0.6], [1, 8])
     {1: 2, 8: 0}
     """
 
     def seconds(size: int, length: int) -> float:
-        tokens = 1 + sum(profile.reach[:length])
-        return (profile.verify[size][length] + length * profile.step[size]) / tokens
+        tokens = 1 + sum(reach[:length])
+        steps = length * costs.step_seconds(size)
+        return (costs.verify_seconds(size, size * length) + steps) / tokens
 
     return {
-        size: min(range(len(profile.reach) + 1), key=lambda length: (seconds(size, length), length))
-        for size in profile.sizes
+        size: min(range(len(reach) + 1), key=lambda length: (seconds(size, length), length))
+        for size in sizes
     }
 
 
@@ -87,7 +100,7 @@ class SynergyRule:
     def decide(self, questions: Mapping[int, Sequence[int]], n_decoding: int) -> Mapping[int, int]:
         """Return one length for all. The questions are the texts of the requests."""
         if self.measure is not None:
-            self.table = best_lengths(self.measure([*questions.values()]))
+            self.table = best_lengths(*self.measure([*questions.values()]))
             self.measure = None
         nearest = min(self.table, key=lambda size: (abs(size - n_decoding), size))
         return dict.fromkeys(questions, self.table[nearest])

@@ -25,8 +25,11 @@ token is 1/2. Then token 0 of the first request is verified and token 1 is not, 
 Pitfall: scores of the drawn tokens; an equal share for each request.
 Tests: tests/speculative/test_tetris.py (the choice against all choices of a small batch; the
 distribution of one request of two, by fractions; the capacity of every pass).
-Left out: scores that are learnt from what was accepted. The capacity is set by hand, as in the
-paper. The defaults of both knobs are ours: the paper's depend on the server.
+Left out: scores that are learnt from what was accepted. The capacity is set by hand, as by the
+authors' script: so many rows for each request that asks together. The defaults of both knobs are
+ours: the script's depend on the server.
+Ours: s_ij is read before the temperature; the released code reads it after. A request alone drafts
+the extra tokens too; the released code drafts them from two requests on.
 """
 
 from collections.abc import Mapping, Sequence
