@@ -77,7 +77,7 @@ of outputs: hence its six passes. vLLM's own \
 ABOUT_HEADS = """
 The heads: `smollm2-medusa` with its draft vocabulary of 8,192 tokens; `smollm2-eagle`, widened to \
 the whole vocabulary, since vllm-eagle has no other; `smollm2-eagle3` (format speculators, draft \
-vocabulary of 8,192), trained for five minutes on a CPU only. The tau of the last says nothing \
+vocabulary of 8,192), an earlier one, trained for five minutes on a CPU. The tau of the last says nothing \
 about EAGLE-3. All were read as they were exported. But vLLM 0.32.0 refuses each Medusa head with \
 a draft vocabulary ("weights were not initialized from checkpoint: token_map"): it reads the \
 tensor, and leaves its name out of the list that it checks. The test adds the name. A widened head \

@@ -205,7 +205,7 @@ def index_files(out: Path, files: tuple[Path, ...], model: str, field: str, quie
 
     A .jsonl file holds a document a line, any other is one document of plain text; both may be .gz
     or .xz. The datastore serves every model with the same tokenizer. Of ten million tokens it takes
-    80 MB, and a minute to build.
+    80 MB.
 
     \b
     Examples:

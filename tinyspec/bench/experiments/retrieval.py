@@ -5,7 +5,7 @@ Four indexes are called as their techniques call them, the Python call included:
 `rest` (which is built, and never extended). The text is made from a seed: phrases of two to eleven
 words, and the words in them, are drawn by Zipf's law, so that it repeats itself as text does. No
 index has seen the text that is looked up, and every question is asked once, so that no cache helps.
-The memory of the machine limits the size of an index: 10 million tokens took up to about 5 GB.
+The memory of the machine limits the size of an index: 10 million tokens took up to 2 GB.
 """
 
 import gc
