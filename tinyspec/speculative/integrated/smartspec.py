@@ -83,6 +83,7 @@ def choose_lengths(rates: Sequence[float], costs: CostModel, longest: int) -> li
     rates    [b] acceptance rates
     longest  most tokens of a draft
 
+    >>> from tinyspec.decoding.costs import MeasuredRounds
     >>> choose_lengths([0.9, 0.1], MeasuredRounds({2: [1.0, 1.1, 1.2]}, {2: 0.1}), 2)
     [2, 0]
     """
@@ -113,6 +114,7 @@ def choose_equal_lengths(rates: Sequence[float], costs: CostModel, longest: int)
 
     Plain decoding is kept as in `choose_lengths`, which says what the arguments are.
 
+    >>> from tinyspec.decoding.costs import MeasuredRounds
     >>> costs = MeasuredRounds({2: [1.0, 1.2, 1.8]}, {2: 0.1})
     >>> choose_lengths([0.9, 0.1], costs, 2), choose_equal_lengths([0.9, 0.1], costs, 2)
     ([2, 0], [1, 1])

@@ -48,6 +48,7 @@ def best_lengths(
 
     reach  [longest] share of rounds in which at least 1, 2, ... draft tokens are accepted
 
+    >>> from tinyspec.decoding.costs import MeasuredRounds
     >>> alone, crowd = [1.0, 1.1, 1.2], [1.0, 2.0, 3.0]
     >>> costs = MeasuredRounds({1: alone, 8: crowd}, {1: 0.1, 8: 0.1})
     >>> best_lengths(costs, [0.8, 0.6], [1, 8])
