@@ -5,9 +5,9 @@ Paper: Angelopoulos et al. 2021, arXiv 2110.01052, as CALM uses it (Schuster et 
 
 The candidates stand in an order that is fixed before any data is seen, the safest first. Each has a
 null hypothesis, "its risk, the expected loss, is above delta", and a p-value from n independent
-examples with losses in [0, 1]. They are tested one after the other (fixed-sequence testing): while
-a hypothesis is rejected at level epsilon, go on; at the first that is not, stop. The last rejected
-candidate is chosen, or none.
+examples with losses in [0, 1]. They are tested one after the other (fixed-sequence testing), until
+the first hypothesis that is not rejected at level epsilon. The last candidate before it is chosen,
+or none.
 
     P(risk of the chosen candidate <= delta) >= 1 - epsilon
 

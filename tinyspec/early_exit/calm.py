@@ -34,8 +34,8 @@ ends; the classifier) and laws/exit_laws.py (the exact joint distribution at thr
 Left out: T5's encoder, which the paper runs in full: here the prompt runs in full; the classifier
 trained by a geometric-like loss, an ablation of the paper. The default threshold, 0.9, is ours: the
 paper calibrates one for each task and tolerance, as `tinyspec calibrate` does. Ours: all layers
-weigh the same in the classifier's loss. In the authors' code one weighs 2 p (1 - p), where p is the
-share that agrees there: nothing where all agree.
+have the same weight in the classifier's loss. In the authors' code it is 2 p (1 - p), with p the
+layer's share of agreeing tokens: 0 if all agree.
 """
 
 import math

@@ -36,14 +36,14 @@ Tests: tests/early_exit/test_consistent_ee.py (`choose_exit` against what runs; 
 sampled gradient is the exact one, on every outcome; the labels; exits that were not chosen get no
 gradient) and laws/exit_laws.py (the exact joint distribution).
 Left out: sentences as instances, each with one exit: the paper's encoders. Of the LLaMA code: one
-of the four draws may not leave early, in both phases, so the last exit always has a share of the
+of the four draws must run all layers, in both phases, so the last exit always has a share of the
 loss; log P is divided by the exit's layer. Ours: the policy of the BERT code reads the states as
-they are (the LLaMA code has one linear layer, after the final norm). eps begins at 0.5 and falls to
-1 % of it (in the code at 0.1 or 0, and to 0), and pi' is also what log P is made of: the code draws
-a fair coin with chance eps, else takes pi > 0.5. The reward above stands in inactive lines of the
-BERT code; the active line has no price of a layer. One output matrix serves all exits. Memorized
-layers are those of the model before the first phase, found anew for each batch. Not compared: a
-phase of the model with losses at all exits, and other numbers of draws.
+they are (the LLaMA code has one linear layer, after the final norm). eps falls from 0.5 to 0.005
+(in the code from 0.1 or 0 to 0), and log P is computed from pi'. The code draws otherwise: with
+chance eps a fair coin, else pi > 0.5. The reward above stands in inactive lines of the BERT code;
+the active line has no price of a layer. One output matrix serves all exits. Memorized layers are
+those of the model before the first phase, found anew for each batch. Not compared: a phase of the
+model with losses at all exits, and other numbers of draws.
 """
 
 import math

@@ -353,8 +353,8 @@ class KnownTokens:
     def count_exits(self, weights: HeadWeights) -> dict[str, Tensor]:
         """Return the layers that each predictor runs, and the exits that agree with the last layer.
 
-        Each is [2]: the sum over all tokens, and their number. States are those of all layers: no
-        token before is taken to have left. "best" are the oracle's own exits.
+        Each is [2]: the sum over all tokens, and their number. States are those of a full
+        pass, as if no token had left. "best" are the oracle's own exits.
         """
         stops = F.pad(self.stop_logits(weights) > 0, (0, 1), value=True)
         exits = {

@@ -27,7 +27,7 @@ tokens after a rejected one as rejected underrates the draft. One that looks at 
 and takes it back breaks the joint distribution. (To sample the layer of the exit, not the length,
 is another method.)
 State: a and b outlive a request (`persistent`), one pair per model and set of knobs, while the
-model lives. In a batch, where a text must be the one that it gets alone, each request has its own.
+model lives. In a batch each request has its own: no text may depend on other requests.
 Tests: tests/early_exit/test_eesd.py (`draft_by_thompson` against what runs, on every outcome; the
 length against all lengths; the posterior; the rows are those of a dense pass; a fitted layer) and
 laws F1 and F2.

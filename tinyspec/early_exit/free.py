@@ -28,19 +28,19 @@ the nearest of the first layers (*layerwise distillation*):
 
 t_i are the states of L_S layers at equal distances, as constants; s_j are those of the first L_S
 layers; all after the final norm. From the top down, a(i) is the nearest of the s_j below a(i + 1);
-at the bottom it repeats.
+if there is none, a(i) = a(i + 1).
 
 Guarantee: LOSSY in `threshold`; EXACT at inf, where no token leaves. A token that left keeps the
 row of its exit, but the keys and values are those of the whole model (*cache-exact*).
 Pitfall: copying states up and calling it FREE; a block without a causal mask inside, which the
 authors' code makes an option; a threshold that is never fitted. States that are compared *before*
 the final norm: later states are longer, so the first layers lengthen theirs, which lengthens the
-later ones too, and the loss grows without end. Not fewer layers are run, but fewer
-passes run them: FREE saves the reading of weights. The estimator costs a product with the output
+later ones too, and the loss grows without end. FREE runs as many layers, but in
+fewer passes: it saves the reading of weights. The estimator costs a product with the output
 matrix for each waiting token.
 State: the pairs outlive a request (`persistent`), one list per model and set of knobs, while the
 model lives. So the text of a seed depends on earlier requests; with `adaptive` off it does not. In
-a batch, where a text must be the one that it gets alone, the threshold stays as it is given.
+a batch no text may depend on other requests, so the threshold stays as it is given.
 Tests: tests/early_exit/test_free.py (`decode_in_two_depths` against what runs; the cache; the fit;
 the loss) and laws/exit_laws.py (the exact joint distribution at thresholds that bite).
 Left out: the rollback of tokens, the trained confidence head, and the fixed mappings of layers, all

@@ -25,9 +25,9 @@ counted on the same texts and becomes an extra of the model.
 
 Guarantee: LOSSY in `hash`; EXACT at off, where every token runs all layers.
 Pitfall: a hash that is put on a model that was not trained with it; leaving tokens out of the
-attention once they have left; Python's `hash`, which differs from process to process. Buckets of
-equally many types hold most running tokens in the first one, so the mean depth of two hashes
-differs: compare them with `balance = "tokens"`, where each bucket holds equally many tokens.
+attention once they have left; Python's `hash`, which differs from process to process. With
+buckets of equally many types, the frequency hash puts most tokens of a text into the first one. So
+mean depths differ: compare with `balance = "tokens"`, where each bucket holds equally many tokens.
 Tests: tests/early_exit/test_hash_ee.py (`decode_with_hash` against what runs, on every outcome; the
 table; the loss; what training with the hash gives, and a consistent one) and laws/exit_laws.py (the
 exact joint distribution).
@@ -219,8 +219,8 @@ def build_layer_table(
 ) -> dict[str, Tensor]:
     """Return the table of the layers, counted on these texts.
 
-    The control has no layer for a token. Its table has each layer in the share of the tokens that a
-    random hash would give it.
+    The control has no fixed layer for a token. Its table holds each layer as often as a random hash
+    uses it.
     """
     vocabulary, exits = config.vocab_size, resolve_exits(settings.exits, config.n_layers)
     counts = torch.zeros(vocabulary, dtype=torch.long)

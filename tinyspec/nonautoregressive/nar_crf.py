@@ -21,7 +21,7 @@ with an enumeration of all sentences (laws/traps/nar_crf.py). With transitions `
 takes its likeliest word.
 Pitfall: transitions that do not depend on the position, under the name of dynamic ones (public
 implementations have them alone); special tokens that take places in the beam; right words that are
-no candidates, so that a sentence may be likelier than certain.
+no candidates: then p(y | x) may exceed 1.
 Tests: tests/nonautoregressive/test_nar_crf.py (`decode_structured` against what runs; the loss,
 number by number; the ablation on two dialects); tests/nonautoregressive/test_crf.py (Z, marginals
 and Viterbi against all sentences).

@@ -25,8 +25,8 @@ three ways. `rule` picks one, and `slack` says how far it goes; at 0 all of them
     distance  accept x if its id is at most slack away from the likeliest token's id
     block     accept the first slack guesses in any case; the paper's l is slack + 1
 
-Above temperature 0, which the paper does not treat, a guess that is not accepted so is accepted as
-the exact rule accepts it. So each rule accepts at least as much as decoding without it.
+Above temperature 0, which the paper does not treat, a guess that the rule does not allow is
+verified by the exact rule. So no rule accepts less than the exact one.
 Pitfall: a pass to predict and another one to verify. The text is the same, for twice the passes.
 Tests: tests/speculative/test_blockwise.py (`extend_by_block` against what runs; the count of
 passes; an untrained layer repeats the target's head; each rule accepts more as slack grows; the

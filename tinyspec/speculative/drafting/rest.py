@@ -25,8 +25,8 @@ accepted with at least that probability are run (speculative/lookup.py), so the 
 decoding if matches lately failed. A lookup at a few places decides that. After eight lookups
 without such a token only every fourth round looks up. `tinyspec data datastore STORE FILES...`
 builds a file, which is mapped and not read: opening it takes the same time for 10^4 tokens and for
-10^7. It names its tokenizer. References are indexed in memory. The longer match decides; of equal
-ones it is the file's.
+10^7. It names its tokenizer. References are indexed in memory. The store with the longer match
+decides; in a tie the file.
 Left out: the arbitrary token that the released code verifies if nothing matches. Of more than
 `matches` places, evenly spaced ones are read, not the first.
 """

@@ -20,7 +20,7 @@ Pitfall: a fixed number of draft tokens after the longest match. LLMA copies k t
 a fixed number of nodes; here the size adapts to the match, and the best draft need not follow the
 longest one.
 State: outputs outlive the request (`persistent`), one tree per model, while the model lives. In a
-batch each request has its own, because its text must be the one that it gets alone. What is known
+batch each request has its own: no text may depend on other requests. What is known
 changes the speed and never the text of a seed.
 Tests: tests/speculative/test_suffix_decoding.py (`best_suffix_draft` against what runs; a draft has
 at most alpha p nodes; both trees serve; a second request is faster than the first).

@@ -26,7 +26,7 @@ Guarantee: EXACT. A branch is a point mass, so verification is exact at any temp
 the trie holds.
 Pitfall: a dictionary of the prompt's n-grams, which forgets what other requests wrote.
 State: outputs outlive the request (`persistent`), one trie for each model. In a batch each request
-has its own, because its text must be the one that it gets alone. What the trie knows changes the
+has its own: no text may depend on other requests. What the trie knows changes the
 speed and never the text of a seed.
 Addition of ours: with `price` > 0 (off by default) a draft token is run only if its probability to
 be accepted is at least `price` (speculative/lookup.py). Then the stages are joined, because a token

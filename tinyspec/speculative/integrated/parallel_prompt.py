@@ -40,8 +40,8 @@ right. Law F2 (laws/feature_laws.py) detects both.
 Tests: tests/speculative/test_parallel_prompt.py (one pass a round; the state machine by hand; the
 removal against all ways to remove; the steady state by hand; the loss against its formula).
 Additions of ours: trees for other K than 3. The authors try every size of a tree; for K = 3 we try
-at most 16. Their builder gives a rejected draft a further round without a draft, which their
-decoder does not run: we count what runs (laws/museum).
+at most 16. Their builder counts a further round after a rejected draft. Their decoder has
+none, so we count none (laws/museum).
 Left out: prompts that begin as the embeddings of a text, further heads, exits and prefixes of their
 code; weights of virtual tokens; the choice of `nodes` from the times of a machine. The authors
 train on the target's greedy text after a cut, against whole distributions. Our texts are sampled,

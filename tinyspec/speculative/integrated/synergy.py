@@ -18,8 +18,8 @@ Pitfall: a table that is typed in; no length 0 in it; a batch size that counts r
 read their prompts, so that the length jumps whenever one arrives (vLLM issue 49548).
 Tests: tests/speculative/test_synergy.py (the table against the least time of all lengths; which
 requests count; a profile of a pair of models whose passes cost what the test says).
-The paper measures before requests are served, on texts of a dataset. Here the requests that ask
-first wait while all is measured, on their texts (192 tokens of all together), and so do all others.
+The paper measures before requests are served, on texts of a dataset. Here the texts of the first
+requests that ask are measured (192 tokens in all); all requests wait meanwhile.
 Left out: the paper's power law for l(s). Here l(s) is what was measured at every s. `table` gives
 lengths by hand, as vLLM's does.
 """
