@@ -175,7 +175,7 @@ class ForecastRounds(CostModel):
         return self.target.seconds_of(rows, [self.context + n for n in rows], rows)
 
     def step_seconds(self, n_requests: int) -> float:
-        if isinstance(self.draft, float):
+        if not isinstance(self.draft, PassCosts):
             return self.draft
         ones = [1] * n_requests
         read = self.context if self.draft_context is None else self.draft_context
