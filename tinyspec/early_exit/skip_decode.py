@@ -27,9 +27,9 @@ outcome; nested layers; the cost; a batch) and laws/exit_laws.py (the exact join
 Left out: the paper's table of e_max and e_min by speed-up, which we could not read. Ours: the mean
 of e over N tokens is L / speedup, with e_min as small as e_max <= L allows. Prompts of a batch need
 no padding on the left, because a place is counted from a text's own first new token. Forced text
-after new tokens runs on the schedule: the depth cannot rise again. Not measured,
-because the bench keeps sums over a text: the perplexity by position (in the paper), and an early
-exit at the same depths (it leaves out the upper layers, not the middle).
+after new tokens runs on the schedule: the depth cannot rise again. Not measured, because the bench
+keeps sums over a text: the perplexity by position (in the paper), and an early exit at the same
+depths (it leaves out the upper layers, not the middle).
 """
 
 import math

@@ -107,8 +107,9 @@ def check(
     corners     whether to try uniforms of exactly 0.0, which a generator may return: they must not
                 let a token of target probability 0 pass, as a test u <= p / q does
     seed        of the larger cases, which are drawn at random
-    random_cases  larger cases after the fixed ones; of trees, so many of each kind
-    calls       of the function, at least: a fault may begin late
+    random_cases
+                how many larger cases follow the fixed ones; for trees, of each kind
+    calls       how often the function is called at least: a fault may begin late
     seconds     of computing for each function, at most. If the fixed cases need more, the verdict
                 is "not proved"; where the others do, the verdict says how many were looked at
     tolerance   in float64; the largest deviation that passed is noted
