@@ -126,15 +126,15 @@ def test_how_sure_it_is_does_not_depend_on_the_temperature() -> None:
 
 def test_the_threshold_rises_where_too_little_passes_and_falls_where_enough_does() -> None:
     assert DraftExit(0.5).update(0, 4, wanted=0.9, gamma=8) == (pytest.approx(0.501), 0.0)
-    assert DraftExit(0.5, passed=1.0).update(4, 4, wanted=0.9, gamma=8) == (
+    assert DraftExit(0.5, acceptance=1.0).update(4, 4, wanted=0.9, gamma=8) == (
         pytest.approx(0.499),
         1.0,
     )
-    assert DraftExit(0.5, passed=1.0).update(8, 8, wanted=0.9, gamma=8) == (
+    assert DraftExit(0.5, acceptance=1.0).update(8, 8, wanted=0.9, gamma=8) == (
         0.5,
         1.0,
     )  # the cap ended it, not the threshold
-    assert DraftExit(0.5, passed=0.4).update(0, 0, wanted=0.9, gamma=8) == (
+    assert DraftExit(0.5, acceptance=0.4).update(0, 0, wanted=0.9, gamma=8) == (
         0.5,
         0.4,
     )  # nothing was drafted

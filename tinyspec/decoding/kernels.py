@@ -185,7 +185,7 @@ class HostKernels(Kernels):
 
     def as_rows(self, logits: Any) -> Any:
         if isinstance(logits, torch.Tensor) and logits.dtype in (torch.float32, torch.float64):
-            return logits.detach().numpy()  # indexing an array is ten times as fast
+            return logits.detach().numpy()  # indexing an array is faster
         return logits
 
     def as_vector(self, p: Probs, like: Any = None) -> Any:

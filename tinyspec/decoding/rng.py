@@ -176,7 +176,7 @@ def _derive(key: bytes, role: str, round: int) -> bytes:
 
 
 class _Philox(threading.local):
-    """One generator per thread, moved to a key and an index: making one takes 10x as long."""
+    """One generator per thread, moved to a key and an index, because making one is slow."""
 
     def __init__(self) -> None:
         self._bits = np.random.Philox(key=0)

@@ -29,8 +29,9 @@ the last. The paper also fine-tuned its models with losses at every exit (`tinys
 Guarantee: LOSSY in `threshold`; EXACT at inf, where no token leaves, whatever the other knobs.
 Pitfall: the greatest probability in place of the gap; copying the keys and values of the exit's
 layer instead of the state; a threshold that only looked best on the examples.
-Tests: tests/early_exit/test_calm.py (`run_until_confident` against what runs, layer by layer; both
-ends; the classifier) and laws/exit_laws.py (the exact joint distribution at thresholds that bite).
+Tests: tests/early_exit/test_calm.py (`run_until_confident` against the code that runs, layer by
+layer; both ends; the classifier) and laws/exit_laws.py (the exact joint distribution at thresholds
+that bite).
 Left out: T5's encoder, which the paper runs in full: here the prompt runs in full; the classifier
 trained by a geometric-like loss, an ablation of the paper. The default threshold, 0.9, is ours: the
 paper calibrates one for each task and tolerance, as `tinyspec calibrate` does. Ours: all layers

@@ -31,9 +31,9 @@ weights = "uniform" all losses of the exits weigh the same, one of the paper's s
 Guarantee: LOSSY in `threshold`; EXACT at inf, where no token leaves, whatever the predictor.
 Pitfall: thresholds on the greatest probability alone, under this name; exits without an oracle; a
 gradient of the predictors in the decoder.
-Tests: tests/early_exit/test_depth_adaptive.py (`predict_exit` against what runs, token by token;
-the oracles; predictors trained on made-up states, against random exits of the same depths) and
-laws/exit_laws.py (the exact joint distribution of all four).
+Tests: tests/early_exit/test_depth_adaptive.py (`predict_exit` against the code that runs, token by
+token; the oracles; predictors trained on made-up states, against random exits of the same depths)
+and laws/exit_laws.py (the exact joint distribution of all four).
 Left out: exits and predictors that are trained together (the paper's), where the model is frozen
 here; "mixed" training, which samples exits; one output matrix for each exit; random exits on a real
 model: the training prints layers and agreement of each predictor and of the oracle alone.
@@ -275,7 +275,7 @@ def smooth_scores(scores: Tensor, known: Tensor, width: float) -> Tensor:
 def choose_best_exits(scores: Tensor, penalty: float) -> Tensor:
     """Return the exits with the best scores [..., L] less lambda n, counted from 0.
 
-    Of equal ones it is the lowest; sums in another order count as equal.
+    Of equal scores the lowest exit wins. Scores that differ by rounding alone count as equal.
 
     >>> scores = torch.tensor([-3.0, -1.0, -0.5])
     >>> [int(choose_best_exits(scores, price)) for price in (0.0, 0.75, 5.0)]
@@ -402,10 +402,10 @@ def read_batch(target: FrozenTarget, batch: TrainingBatch) -> KnownTokens:
     """Return the tokens that the target wrote. Its source is the prompt but for the last token."""
     blocks, known = target.blocks, batch.is_answer[:, :-1]
     assert blocks is not None
-    is_prompt = known.cumsum(1) == 0  # its last token is the first whose next one is known
+    is_source = known.cumsum(1) == 0  # its last token is the first whose next one is known
     with torch.no_grad():
         states = list(blocks.layer_states(batch.ids[:, :-1]))
-        source = average_states(blocks.apply_final_norm(states[-1]), is_prompt)
+        source = average_states(blocks.apply_final_norm(states[-1]), is_source)
     settings, targets = target.settings, batch.ids[:, 1:]
     return KnownTokens(source, states, blocks.compute_logits, targets, known, settings)
 

@@ -12,7 +12,8 @@ layers above are still due, because later tokens attend to their keys and values
     pipeline   The layers stand on stages that work at the same time. The token that left enters the
                first stage as the next input, while the later stages finish the old one.
 
-Both give the tokens of a decoder that runs the layers above at once and ignores their logits.
+Both give the tokens of a decoder that runs the layers above at once and ignores their logits
+(`recompute` of early_exit/exits.py; the paper's `recompute` is `restart` there).
 
 Training. The loss adds up the losses of the exits, L = sum_i w_i CE_i, and each stage of a pipeline
 computes its own. Stage i gets g_i, the gradient of all later losses with respect to its
@@ -30,9 +31,9 @@ of the whole model (*cache-exact*).
 Pitfall: a list without a cap; running only the last token again; one process that adds up all
 losses and is called a pipeline. The list is run from layer 1, so `recompute` runs more layers than
 FREE's waiting states do.
-Tests: tests/early_exit/test_ee_llm.py (`decode_with_list` against what runs; both ways against a
-decoder without a cache; the list; the clock; the gradients of the whole model to 1e-12) and
-laws/exit_laws.py (the exact joint distribution).
+Tests: tests/early_exit/test_ee_llm.py (`decode_with_list` against the code that runs; both ways
+against a decoder without a cache; the list; the clock; the gradients of the whole model to 1e-12)
+and laws/exit_laws.py (the exact joint distribution).
 Left out: tensor and data parallelism, and the bubbles of a schedule that further microbatches fill:
 they need several machines. The stages of `pipeline` are simulated: `count_pipeline_steps` tells the
 time that they would take. Exit heads with layers of their own, and a temperature of the exits.

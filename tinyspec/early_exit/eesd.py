@@ -28,9 +28,9 @@ and takes it back breaks the joint distribution. (To sample the layer of the exi
 is another method.)
 State: a and b outlive a request (`persistent`), one pair per model and set of knobs, while the
 model lives. In a batch each request has its own: no text may depend on other requests.
-Tests: tests/early_exit/test_eesd.py (`draft_by_thompson` against what runs, on every outcome; the
-length against all lengths; the posterior; the rows are those of a dense pass; a fitted layer) and
-laws F1 and F2.
+Tests: tests/early_exit/test_eesd.py (`draft_by_thompson` against the code that runs, on every
+outcome; the length against all lengths; the posterior; the rows are those of a dense pass; a fitted
+layer) and laws F1 and F2.
 Left out: the variant Calibration-TS, whose prior depends on the draft's own confidence, since its
 formula could not be read; the tree of draft tokens. Ours: the length for a drawn rate, which is
 that of Leviathan et al., section 3.5; c is (N + 1) / L if it is not given; the default N.

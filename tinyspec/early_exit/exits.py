@@ -6,9 +6,9 @@ There are four remedies:
     copy       each layer above makes its own keys and values from the state at the exit
     recompute  the layers above are run after all, before the next token; the token keeps the row of
                its exit
-    postpone   nothing, until a token goes deeper: then all that wait are run along with it, as far
-               as it goes
-    restart    as postpone, but they are run again from the first layer each time
+    postpone   nothing is run until a token goes deeper; then all tokens that wait are run with it,
+               as deep as it goes
+    restart    as postpone, but the tokens that wait are run from the first layer each time
 
 `copy` costs least and is not cache-exact; the others are. The prompt runs through every layer,
 except its last token, from whose row the first new token is drawn; a rule may let the prompt's

@@ -27,8 +27,8 @@ the nearest of the first layers (*layerwise distillation*):
     loss = (L_S CE_S + L CE_L) / (L_S + L) + alpha mean over i of MSE(t_i, s_a(i))
 
 t_i are the states of L_S layers at equal distances, as constants; s_j are those of the first L_S
-layers; all after the final norm. From the top down, a(i) is the nearest of the s_j below a(i + 1);
-if there is none, a(i) = a(i + 1).
+layers; all after the final norm. The partners a(i) are chosen from the last t_i to the first: a(i)
+is the j < a(i + 1) whose s_j is nearest to t_i; if no j is left, a(i) = a(i + 1).
 
 Guarantee: LOSSY in `threshold`; EXACT at inf, where no token leaves. A token that left keeps the
 row of its exit, but the keys and values are those of the whole model (*cache-exact*).
@@ -41,8 +41,8 @@ matrix for each waiting token.
 State: the pairs outlive a request (`persistent`), one list per model and set of knobs, while the
 model lives. So the text of a seed depends on earlier requests; with `adaptive` off it does not. In
 a batch no text may depend on other requests, so the threshold stays as it is given.
-Tests: tests/early_exit/test_free.py (`decode_in_two_depths` against what runs; the cache; the fit;
-the loss) and laws/exit_laws.py (the exact joint distribution at thresholds that bite).
+Tests: tests/early_exit/test_free.py (`decode_in_two_depths` against the code that runs; the cache;
+the fit; the loss) and laws/exit_laws.py (the exact joint distribution at thresholds that bite).
 Left out: the rollback of tokens, the trained confidence head, and the fixed mappings of layers, all
 options of the authors' code. There the component with the greater mean is taken for the matches;
 here it is the one that was fitted to them. With fewer than two pairs of a kind, or equal ones,

@@ -21,9 +21,9 @@ Guarantee: EXACT. The paper's algorithm is greedy; when sampling, the declared d
 verified by the ordinary acceptance rule.
 Pitfall: verifying by a full pass from layer 1, which computes the first E layers twice; leaving
 rejected tokens in the caches of the first layers.
-Tests: tests/early_exit/test_layerskip.py (`draft_and_verify` against what runs, outcome by outcome;
-the layer evaluations of every round; keys and values after each round; the draft against the model
-cut off after layer E).
+Tests: tests/early_exit/test_layerskip.py (`draft_and_verify` against the code that runs, outcome by
+outcome; the layer evaluations of every round; keys and values after each round; the draft against
+the model cut off after layer E).
 Left out: nothing of decoding. The paper finds E and gamma by a sweep and gives no defaults; its
 code's example, 8 of 32 layers and 6 tokens, is the default here, as a quarter of the depth.
 """

@@ -2,7 +2,7 @@
 
 Paper: Kong, Wang, Yu, Zhang, COLING 2022, "Accelerating Inference for Pretrained Language Models by
 Unified Multi-Perspective Early Exiting". There is no public code. We could read the abstract only:
-it names the parts below, in words. Every formula here is ours.
+it names the parts below in words. Every formula here is ours.
 
 Idea. An encoder classifies a text. *Vertically*, each layer has a classifier, and the text leaves
 at the first one that is sure. A classifier reads a memory that it hands on to the next one
@@ -31,8 +31,8 @@ has an experiment of its own, `tinyspec bench mpee`. At rho = 1 and tau = 1 it i
 bit for bit.
 Pitfall: one direction alone; tokens that are dropped instead of fused; the attention of the current
 layer alone; a confidence of 1.0 that leaves at tau = 1.
-Tests: tests/early_exit/test_mpee.py (`classify_text` against what runs; the fusion; the operations
-against torch's own count; the loss).
+Tests: tests/early_exit/test_mpee.py (`classify_text` against the code that runs; the fusion; the
+operations against torch's own count; the loss).
 Left out: the paper's tasks and encoder, GLUE and BERT. The experiment asks who wrote a passage, and
 trains an encoder of a few layers for that.
 """
@@ -73,23 +73,23 @@ def classify_text(
     run_layer  (layer, states) -> states, and the class token's attention to each [n]
     classify   (layer, state of the class token, memory) -> distribution, and the new memory
 
-    What runs is `MpeeClassifier`, on batches. A test compares the two.
+    The code that runs is `MpeeClassifier`, on batches. A test compares the two.
     """
-    told, memory = np.zeros(len(states)), None
+    attn, memory = np.zeros(len(states)), None
     for layer in range(depth):
         states, attention = run_layer(layer, states)
         probs, memory = classify(layer, states[0], memory)
         if max(probs) > tau:
             break
-        told = beta * told + (1 - beta) * attention
+        attn = beta * attn + (1 - beta) * attention
         n = len(states)
-        ranked = sorted(range(1, n), key=lambda at: -told[at])
+        ranked = sorted(range(1, n), key=lambda at: -attn[at])
         n_kept = math.ceil(rho * (n - 1))
         kept, others = [0, *sorted(ranked[:n_kept])], ranked[n_kept:]
         if others:
-            weights = np.exp(told[others]) / np.exp(told[others]).sum()
+            weights = np.exp(attn[others]) / np.exp(attn[others]).sum()
             states = np.stack([*states[kept], weights @ states[others]])
-            told = np.array([*told[kept], told[others].sum()])
+            attn = np.array([*attn[kept], attn[others].sum()])
     return probs, layer + 1
 
 
@@ -97,28 +97,28 @@ def classify_text(
 
 
 def fuse_tokens(
-    x: Tensor, told: Tensor, rho: float, is_fused: bool = True
+    x: Tensor, attn: Tensor, rho: float, is_fused: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Return states and memory [B, n'] of the tokens that go on.
 
     x         [B, n, d] states; the class token is the first
-    told      [B, n] class-attention memory
+    attn      [B, n] class-attention memory
     is_fused  whether the other tokens become one; if not, they are dropped
     """
     n = x.shape[1]
     n_kept = math.ceil(rho * (n - 1))
     if n_kept >= n - 1:
-        return x, told
-    order = told[:, 1:].argsort(dim=1, descending=True, stable=True) + 1
+        return x, attn
+    order = attn[:, 1:].argsort(dim=1, descending=True, stable=True) + 1
     first = torch.zeros_like(order[:, :1])
     kept = torch.cat((first, order[:, :n_kept].sort(dim=1).values), dim=1)
     goes_on, others = gather_tokens(x, kept), order[:, n_kept:]
     if not is_fused:
-        return goes_on, told.gather(1, kept)
-    weights = told.gather(1, others).softmax(dim=1)
+        return goes_on, attn.gather(1, kept)
+    weights = attn.gather(1, others).softmax(dim=1)
     fused = (weights[..., None] * gather_tokens(x, others)).sum(dim=1, keepdim=True)
-    total = told.gather(1, others).sum(dim=1, keepdim=True)
-    return torch.cat((goes_on, fused), dim=1), torch.cat((told.gather(1, kept), total), dim=1)
+    total = attn.gather(1, others).sum(dim=1, keepdim=True)
+    return torch.cat((goes_on, fused), dim=1), torch.cat((attn.gather(1, kept), total), dim=1)
 
 
 def gather_tokens(x: Tensor, at: Tensor) -> Tensor:
@@ -194,16 +194,16 @@ class MpeeClassifier:
         x = F.embedding(ids, w["embed"])
         x = torch.cat((w["class"].expand(len(x), 1, -1), x), dim=1)
         x = x + w["positions"][: x.shape[1]]
-        told, memory = torch.zeros_like(x[..., 0]), torch.zeros_like(x[:, 0])
+        attn, memory = torch.zeros_like(x[..., 0]), torch.zeros_like(x[:, 0])
         for layer, block in enumerate(blocks.layers):
-            paid = list[Tensor]()  # by the class token
+            seen = list[Tensor]()  # by the class token
 
-            def attend_all(q: Tensor, k: Tensor, v: Tensor, paid: list[Tensor] = paid) -> Tensor:
+            def attend_all(q: Tensor, k: Tensor, v: Tensor, seen: list[Tensor] = seen) -> Tensor:
                 groups = self.config.n_heads // self.config.n_kv_heads
                 k, v = (part.repeat_interleave(groups, dim=2).transpose(1, 2) for part in (k, v))
                 scores = q.transpose(1, 2) @ k.transpose(2, 3) / self.config.head_dim**0.5
                 attention = scores.softmax(dim=-1)  # [B, H, n, n]
-                paid.append(attention[:, :, 0].mean(dim=1))
+                seen.append(attention[:, :, 0].mean(dim=1))
                 mixed: Tensor = attention @ v
                 return mixed.transpose(1, 2).flatten(2)
 
@@ -211,8 +211,8 @@ class MpeeClassifier:
             x = blocks.add_mlp(block, x)
             memory = self.update_memory(blocks.apply_final_norm(x[:, 0]), memory)
             yield F.linear(memory, w[f"{layer}.exit.weight"])
-            told = self.beta * told + (1 - self.beta) * paid[0]
-            x, told = fuse_tokens(x, told, rho, self.is_fused)
+            attn = self.beta * attn + (1 - self.beta) * seen[0]
+            x, attn = fuse_tokens(x, attn, rho, self.is_fused)
 
     def update_memory(self, state: Tensor, memory: Tensor) -> Tensor:
         """Return the new memory [B, d], which the classifier of this layer reads."""

@@ -12,14 +12,15 @@ depends on a guess. More processors save time; no work is saved.
     steps(l)       = d l - (l - 1) match (d - dbar)                 layer-steps on k + 1 processors
     evaluations(l) = d l + (l - 1) (d - dbar) (k - match)           layer evaluations of l tokens
 
-where `match` is the share of positions whose token was among the guesses. A branch in layer j needs
-the newest token's keys of layer j alone, and the main process is dbar layers ahead. Below half of
-the layers a branch would have to guess before its own token was settled; that is an error.
+where `match` is the share of positions whose token was among the guesses. When a
+branch runs layer j, it needs the newest token's keys of layer j, and the main process has made them
+dbar layers before. dbar may not be less than half of d: a branch would have to guess the next token
+before its own token is known.
 
 Guarantee: EXACT, greedy or sampled.
 Pitfall: leaving early without finishing the token, which changes the text; counting time as if the
 branches were free on one processor.
-Tests: tests/early_exit/test_ppd.py (`decode_pipelined` against what runs: text, steps and
+Tests: tests/early_exit/test_ppd.py (`decode_pipelined` against the code that runs: text, steps and
 evaluations on every outcome; both formulas round by round; guesses against the cut-off model).
 Left out: a head of its own for layer dbar, which the paper may train; a checkpoint trained with
 losses at its exits says more there with the shared head. The paper gives no default for dbar: two

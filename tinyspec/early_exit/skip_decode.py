@@ -22,8 +22,9 @@ Guarantee: LOSSY in `speedup`; EXACT at 1, where every token runs all layers.
 Pitfall: keeping the bottom layers instead, which is an early exit with a decaying depth; a depth
 for each text of a batch; a schedule that rises, so that a token attends to keys that are not there
 (the session raises an error); a model that was not tuned.
-Tests: tests/early_exit/test_skip_decode.py (`decode_with_schedule` against what runs, on every
-outcome; nested layers; the cost; a batch) and laws/exit_laws.py (the exact joint distribution).
+Tests: tests/early_exit/test_skip_decode.py (`decode_with_schedule` against the code that runs, on
+every outcome; nested layers; the cost; a batch) and laws/exit_laws.py (the exact joint
+distribution).
 Left out: the paper's table of e_max and e_min by speed-up, which we could not read. Ours: the mean
 of e over N tokens is L / speedup, with e_min as small as e_max <= L allows. Prompts of a batch need
 no padding on the left, because a place is counted from a text's own first new token. Forced text

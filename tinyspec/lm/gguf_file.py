@@ -148,9 +148,9 @@ def _open_reader(path: Path) -> Any:
     class Reader(GGUFReader):
         """The package's reader, but faster and with a check of lengths.
 
-        It slices a memory map for each string; plain views cost a third. And it reads nothing after
-        the end of a file without an error, so it would count up to a damaged number of 2**60
-        entries.
+        The package slices a memory map for each string, which is slow; here plain views are sliced.
+        At the end of a file it reads nothing and raises no error, so it would count up to a damaged
+        number of 2**60 entries.
         """
 
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:

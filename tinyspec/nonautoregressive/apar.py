@@ -37,8 +37,9 @@ independent given the text that they share.
 Pitfall: a [Child] that is sampled; details that see each other; a loop over the details; a loss on
 the part of an example that repeats the main text, so that roots count many times; a [Fork] that is
 computed in both streams.
-Tests: tests/nonautoregressive/test_apar.py (`write_by_forks` against what runs; joint distribution
-of main text and detail; rows and passes counted; examples by hand; a tuned model's streams).
+Tests: tests/nonautoregressive/test_apar.py (`write_by_forks` against the code that runs; joint
+distribution of main text and detail; rows and passes counted; examples by hand; a tuned model's
+streams).
 Left out: Medusa's heads in every stream, which the paper adds; pages of the cache that streams
 share: here a fork copies keys and values; early release of a detail's cache, and the scheduling of
 many requests.
@@ -256,7 +257,7 @@ def find_tokens(model: Model) -> tuple[int, int]:
     return ids[0], ids[1]
 
 
-# ------------------------------------------------------------------ what runs
+# ------------------------------------------------------------------ the code that runs
 
 
 class ForkingDecoder(StreamDecoder):

@@ -24,13 +24,14 @@ those of the training targets. W_c and W_q begin as identities: position i then 
 words near place i, and of these the nearest target words.
 
 Guarantee: APPROX: no number of lengths gives the teacher's distribution. With both parts off the
-loss is that of `parallel`, bit for bit. What runs is compared with a second version in plain lists.
+loss is that of `parallel`, bit for bit. The code that runs is compared with a second version in
+plain lists.
 Pitfall: a text that is reversed with its padding; two models, one for each direction; attention
 over the source alone, which is a soft copy; attention over words of the source language; reversed
 inputs beside reversed targets, so that an input shows the word to write (the authors' code can be
 set to it).
-Tests: tests/nonautoregressive/test_depa.py (`transform_position` against what runs; a text that is
-reversed twice; the phases; the input transformation on a dialect).
+Tests: tests/nonautoregressive/test_depa.py (`transform_position` against the code that runs; a text
+that is reversed twice; the phases; the input transformation on a dialect).
 Left out: positions that are added again before every layer, as the code does: our layers are the
 teacher's, which did not learn them, and their residual stream keeps the first. The optimizer is not
 reset between phases. In the code a position also attends to itself; here the mask of the last phase

@@ -25,12 +25,13 @@ pairs alone: IBM alignments in both directions, made symmetric; all phrases that
 for each source phrase the target phrase of the highest relative frequency.
 
 Guarantee: APPROX: no number of lengths gives the teacher's distribution. With W = 1 and mu = lambda
-= 0 the loss and the words are those of `parallel`, bit for bit. What runs is compared with a second
-version in plain lists.
+= 0 the loss and the words are those of `parallel`, bit for bit. The code that runs is compared with
+a second version in plain lists.
 Pitfall: a dictionary of single words under the name of a phrase table; D and W that descend the
 same J; a table that has seen the test sentences.
-Tests: tests/nonautoregressive/test_enat.py (`look_up_phrases` inside what runs, the phrases of a
-pair against all spans, the game's gradients against differences, the ablation on dialects).
+Tests: tests/nonautoregressive/test_enat.py (`look_up_phrases` inside the code that runs; all
+phrases of a pair against all spans; the game's gradients against differences; the ablation on
+dialects).
 Left out: nothing of the method. Where the paper has a fixed offset to the source's length, and
 lengths around it as candidates, the LENGTH token's likeliest lengths are taken, or with `around`
 those around its likeliest one. Here both languages share one embedding, so D has less to tell

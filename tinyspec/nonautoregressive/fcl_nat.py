@@ -33,16 +33,17 @@ Guarantee: APPROX: no number of lengths gives the teacher's distribution. Decodi
 teacher's, and the length's.
 Pitfall: the leak; a warm start under the name of a curriculum; a share of all positions of a batch,
 padding included.
-Tests: tests/nonautoregressive/test_fcl_nat.py (`mix_inputs` against what runs; both ends of the
-curriculum; shares and schedules; the leak of the published schedule; the weights that a curriculum
-begins with, on dialects).
+Tests: tests/nonautoregressive/test_fcl_nat.py (`mix_inputs` against the code that runs; both ends
+of the curriculum; shares and schedules; the leak of the published schedule; the weights that a
+curriculum begins with, on dialects).
 Left out: rows of the mask that are opened one by one (an option of the code). Coins and positions
 are drawn for each sentence, where the code draws once for a batch, and counts its padding. A LENGTH
 token tells the length, where the code adds a fixed offset to the source's length. The code tries
 the lengths around that one; here the likeliest are tried, or with `around` those around the
-likeliest. Their curriculum fills the whole training, nearly all of it with the open mask; in our
-recipe the second half alone has it, so `parallel` has twice as many such steps in equal time. While
-the mask is causal the text has its end as one more position, as the teacher has.
+likeliest. Their curriculum is the whole training, and the mask is open in nearly all of its
+steps. In our recipe the curriculum begins at half of the training, so `parallel` has twice as many
+steps with an open mask in equal time. While the mask is causal, the text has one more position for
+its end, as the teacher's has.
 The numbers of the sections are from memory of the paper.
 """
 

@@ -26,7 +26,7 @@ With several lengths or samples in one batch, a teacher chooses (*noisy parallel
 model's own importance-weighted estimate `rank`, plus log p(T | x), per position.
 
 Guarantee: APPROX: no number of samples gives a teacher's distribution. The flow's density is
-compared with numerical Jacobians, and what runs with a second version in plain lists.
+compared with numerical Jacobians, and the code that runs with a second version in plain lists.
 Pitfall: a "flow" of one diagonal scaling, whose latent vectors stay independent; a posterior whose
 spread begins at random, so that noise hides the mean when draws begin; a log-determinant
 without the mask or the number of heads; a posterior that collapsed: print the bits of z per word,
@@ -34,9 +34,9 @@ and shuffle z. After a collapse, decoding without noise fails: the decoder was t
 z, and the mode of the prior lies far from most of them. Draw z (`temperature`) instead: then
 96.4 % of distilled dialects with words of their own (training/dialects.py) are valid, without noise
 46.2 %. Of raw ones 90.2 % are, and 100 % without (tutorials/results/dialects-flowseq.md).
-Tests: tests/nonautoregressive/test_flowseq.py (`translate_by_flow` against what runs; the flow's
-inverse, its log-determinant by Jacobians; the bound; two dialects, with latent vectors that are
-exchanged; without couplings two dialects are told apart too, since the decoder reads all of z).
+Tests: tests/nonautoregressive/test_flowseq.py (`translate_by_flow` against the code that runs; the
+flow's inverse, its log-determinant by Jacobians; the bound; two dialects, with latent vectors that
+are exchanged; without couplings two dialects are told apart too, since the decoder reads all of z).
 Additions of ours: of several samples the first one has no noise, with either judge (in the code
 only with the estimate); a target is filled up with ends to a length that the levels divide.
 Left out, of the authors' code: eight of the twelve couplings of a step, its second mix and its

@@ -22,10 +22,10 @@ same word once more in place of the next. The share w falls from pass to pass: .
 targets are the teacher's (distillation). The first decoder and the refiner begin as the teacher's.
 
 Guarantee: APPROX: no number of iterations gives the teacher's distribution. One iteration is the
-first decoder alone. What runs is compared with a second version in plain lists.
+first decoder alone. The code that runs is compared with a second version in plain lists.
 Pitfall: one decoder that is trained for one pass and iterated; no denoising; words without states.
-Tests: tests/nonautoregressive/test_iterative_refinement.py (`refine_translation` against what
-runs, pass by pass; the stop; the corruptions, all of them enumerated; the passes of the loss).
+Tests: tests/nonautoregressive/test_iterative_refinement.py (`refine_translation` against the code
+that runs, pass by pass; the stop; the corruptions, all of them enumerated; the passes of the loss).
 Additions of ours: a LENGTH token, trained along, in place of a classifier of |y| - |x| that is
 trained afterwards; several lengths in one batch, of which the best mean log-probability wins; the
 mean of the passes in the loss, where the code has the sum, so that the length weighs as much.

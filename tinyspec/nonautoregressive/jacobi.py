@@ -19,17 +19,17 @@ The model is an unchanged autoregressive one, and there is no draft model.
 After k sweeps the first k tokens are final, so m sweeps are enough, and the greedy text is the only
 fixed point. In the common loop (decoding/decode.py) a sweep is a draft: the rest of the block is a
 chain after the newest token. Verification accepts the tokens that came true and adds the next one.
-So whatever has a final input is committed in the sweep that computed it, and no pass confirms what
-is known. `solve_blocks` is the published algorithm: it stops at y(k + 1) = y(k), which may take one
-pass more.
+So a token is committed in the sweep that computes it from final inputs, and needs no second pass to
+confirm it. `solve_blocks` is the published algorithm: it stops at y(k + 1) = y(k), which may take
+one more pass.
 
 Guarantee: EXACT. At temperature 0 it is Jacobi iteration; above, the same guesses are verified as
 point masses.
 Pitfall: testing convergence against the known greedy text; leaving out the confirming pass from the
 count of passes; keeping keys and values that were computed from guesses that changed.
-Tests: tests/nonautoregressive/test_jacobi.py with laws/sweeps.py (`solve_blocks` against what runs;
-every start of small blocks; the only fixed point by trying all texts; targets on which each sweep
-fixes one token; the translator for which the paper made it).
+Tests: tests/nonautoregressive/test_jacobi.py with laws/sweeps.py (`solve_blocks` against the code
+that runs; every start of small blocks; the only fixed point by trying all texts; targets on which
+each sweep fixes one token; the translator for which the paper made it).
 Left out: the authors' dependency visualiser, of which `Sweep` is the data. Their code keeps one
 key a sweep, here all final ones are kept. The paper reports up to 38 % more speed on translation;
 Kou et al. (arXiv 2403.00835) report 1.05x for large language models (`tinyspec bench sweeps`).

@@ -23,17 +23,18 @@ is chosen often, and codes do not die out. The gradient of e goes to z as it is 
 Training. On people's translations or a teacher's. In the first part of the training (`startup`)
 sentences pass the bottleneck as vectors, fewer and fewer of them, and the prior is not trained.
 
-Guarantee: APPROX: no number of samples gives a teacher's distribution. What runs is compared with
-a second version in plain lists, which also walks every sequence of codes.
+Guarantee: APPROX: no number of samples gives a teacher's distribution. The code that runs is
+compared with a second version in plain lists, which also walks every sequence of codes.
 Pitfall: a codebook that is learnt by gradients, of which one code is used; codes that are written
 in parallel, so that they are mixed in place of the words; a decompressor without the source.
 Tests: tests/nonautoregressive/test_latent_transformer.py (`translate_through_codes` and
-`quantize_slices` against what runs; the moving averages; four dialects; codes that are shuffled).
+`quantize_slices` against the code that runs; the moving averages; four dialects; codes that are
+shuffled).
 Ours: the prior reads a table of its own, tied to its output (in the code it reads the codebook);
-beta counts from the first step (there in the share that is quantized, as the prior's loss does);
-the codebook begins as vectors of the first batch; c and K are smaller (paper: 3 and 2^14), and so
-is the decay of the averages where a recipe says so (paper: .999). The first end closes the text,
-and what stands after it has no label.
+beta has its full weight from the first step (in the code it is multiplied by the share of texts
+that are quantized, as the prior's loss is); the codebook begins as vectors of the first batch; c
+and K are smaller (paper: 3 and 2^14), and so is the decay of the averages where a recipe says so
+(paper: .999). The first end closes the text, and what stands after it has no label.
 Left out: the warm-up in which the decoder also sees true words, the shuffled words that the
 compressor reads, the convolutions between two doublings, and the causal mask of the output decoder;
 projected slices, semantic hashing and Gumbel softmax, which the paper compares with.

@@ -21,13 +21,13 @@ the encoder fills in hidden words of both languages' sentences (`masked_word_los
 shares, Devlin et al. 2019, arXiv 1810.04805). Then `nag_bert_loss`, on sentences that a teacher
 translates.
 
-Guarantee: APPROX: no ratio gives the teacher's distribution. What runs is compared with an
+Guarantee: APPROX: no ratio gives the teacher's distribution. The code that runs is compared with an
 enumeration of all label sequences (laws/traps/nag_bert.py). At ratio 1 all positions are labelled.
 Pitfall: one eos, so that the CRF never sees what follows it; the context-aware term left out, as in
 the released training code, which has a plain cross-entropy in its place.
-Tests: tests/nonautoregressive/test_nag_bert.py (`decode_ratio_first` against what runs; the loss,
-number by number; the signs of its gradient; pre-training, and the context-aware term, against
-training without them).
+Tests: tests/nonautoregressive/test_nag_bert.py (`decode_ratio_first` against the code that runs;
+the loss, number by number; the signs of its gradient; pre-training, and the context-aware term,
+against training without them).
 Left out: BERT, whose tokens and weights are others; two optimizers with warm-ups of their own.
 Masks after the source make room for longer translations, up to 1.5 |x| + 13 positions: that is
 ours. The window c = 3 is from memory of the paper, and so is the weight of L_CA; the released code

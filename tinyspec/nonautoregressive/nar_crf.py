@@ -16,15 +16,15 @@ also depend on the decoder's states at the two positions.
 Training. `nar_crf_loss`, on sentences that a teacher translates, from the weights of a model that
 writes in parallel. The right words are forced among the candidates (crf.py).
 
-Guarantee: APPROX: no number of candidates gives the teacher's distribution. What runs is compared
-with an enumeration of all sentences (laws/traps/nar_crf.py). With transitions `none` each position
-takes its likeliest word.
+Guarantee: APPROX: no number of candidates gives the teacher's distribution. The code that runs is
+compared with an enumeration of all sentences (laws/traps/nar_crf.py). With transitions `none` each
+position takes its likeliest word.
 Pitfall: transitions that do not depend on the position, under the name of dynamic ones (public
 implementations have them alone); special tokens that take places in the beam; right words that are
 no candidates: then p(y | x) may exceed 1.
-Tests: tests/nonautoregressive/test_nar_crf.py (`decode_structured` against what runs; the loss,
-number by number; the ablation on two dialects); tests/nonautoregressive/test_crf.py (Z, marginals
-and Viterbi against all sentences).
+Tests: tests/nonautoregressive/test_nar_crf.py (`decode_structured` against the code that runs; the
+loss, number by number; the ablation on two dialects); tests/nonautoregressive/test_crf.py (Z,
+marginals and Viterbi against all sentences).
 Left out: nothing of the method. f's last layer has a bias, so the identity beside f changes
 nothing of what can be learnt; without f the transitions are static. Where the paper has a fixed
 offset to the source's length, and lengths around it as candidates, the LENGTH token's likeliest

@@ -19,13 +19,13 @@ Kim and Rush 2016, arXiv 1606.07947). An aligner supplies the fertilities (train
 Then `finetune_loss`: the word-level reverse KL to the teacher; the fertilities learn by REINFORCE
 with the average fertilities as baseline.
 
-Guarantee: APPROX: no number of samples gives the teacher's distribution. What runs is compared with
-a second version that walks all fertility sequences (laws/nonautoregressive_laws.py).
+Guarantee: APPROX: no number of samples gives the teacher's distribution. The code that runs is
+compared with a second version that walks all fertility sequences (laws/nonautoregressive_laws.py).
 Pitfall: a length head with evenly spread copies in place of fertilities; no positional attention;
 candidates scored by the student itself.
-Tests: tests/nonautoregressive/test_nat.py (`decode_noisy_parallel` against what runs; T is the sum
-of the fertilities; samples of a larger s contain those of a smaller; the gradient of fine-tuning is
-that of the exact expectation).
+Tests: tests/nonautoregressive/test_nat.py (`decode_noisy_parallel` against the code that runs; T is
+the sum of the fertilities; samples of a larger s contain those of a smaller; the gradient of
+fine-tuning is that of the exact expectation).
 Left out: nothing. The paper aligned by fast_align. Candidates are compared by the teacher's
 probability, without the length normalization of the authors' code. The weight 0.25 of fine-tuning
 is that of their script. Their code gives REINFORCE the mean of the costs per word, centred over the

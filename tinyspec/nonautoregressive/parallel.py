@@ -19,12 +19,12 @@ likeliest ones, or with `around` those around the likeliest.
 Training. Everything, on the sentences as the teacher translates them (sequence-level distillation,
 Kim and Rush 2016, arXiv 1606.07947); the layers begin as the teacher's.
 
-Guarantee: APPROX: no number of lengths gives the teacher's distribution. What runs is compared with
-a second version in plain lists (laws/plain_lists.py).
+Guarantee: APPROX: no number of lengths gives the teacher's distribution. The code that runs is
+compared with a second version in plain lists (laws/plain_lists.py).
 Pitfall: scores with the target's true length, which no translator knows; a position that sees its
 own copy; candidates that the student judges itself.
-Tests: tests/nonautoregressive/test_parallel.py (`translate_from_copies` against what runs; the
-copies, the mask and the words of every length; who chooses; the loss).
+Tests: tests/nonautoregressive/test_parallel.py (`translate_from_copies` against the code that runs;
+the copies, the mask and the words of every length; who chooses; the loss).
 Left out: the positional attention of the paper. It belongs to the checkpoint ([shape] positional),
 and our recipe has none, so that every layer begins as the teacher's. Copies run from the first word
 to the last; the paper's run by round(t S / T) [from memory]. Special tokens are never written.

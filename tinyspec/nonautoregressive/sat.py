@@ -23,13 +23,13 @@ them (sequence-level distillation). The target with its end is padded to a multi
 has no label.
 
 Guarantee: APPROX, but for K = 1: there its text is greedy decoding's and its loss the teacher's,
-bit for bit. What runs is compared with a second version in plain lists, and beam search with an
-enumeration of all texts.
+bit for bit. The code that runs is compared with a second version in plain lists, and beam search
+with an enumeration of all texts.
 Pitfall: a causal mask inside a group, which hides words that are known; K heads on one state,
 which is blockwise decoding; looking for the end only in the last word of a group.
-Tests: tests/nonautoregressive/test_sat.py (`translate_in_groups` against what runs; K = 1 against
-the teacher; the mask; the cache against dense passes for every K; ends and limits inside a group;
-beam search against all texts).
+Tests: tests/nonautoregressive/test_sat.py (`translate_in_groups` against the code that runs; K = 1
+against the teacher; the mask; the cache against dense passes for every K; ends and limits inside a
+group; beam search against all texts).
 Ours: beam search chooses the text with the best mean log-probability, as it does for the teacher
 (decoding/beam.py). There the end counts as a word, so where the positions run out, a text has one
 word less than in greedy search.

@@ -34,7 +34,7 @@ the answer is plain decoding's.
 Pitfall: a loop over the points, which saves nothing; points that read the answers of others; one
 noise for all points; an empty answer where the skeleton has no points (the released code); nothing
 that decides when not to.
-Tests: tests/nonautoregressive/test_sot.py (`answer_by_skeleton` against what runs; joint
+Tests: tests/nonautoregressive/test_sot.py (`answer_by_skeleton` against the code that runs; joint
 distribution of two points against the product; passes and rows counted; the router; no points).
 Left out: the paper's demonstrations and its prompts for single models, of which we have our own
 wording; the RoBERTa router; several requests whose streams share passes with each other.
@@ -238,7 +238,7 @@ def load_word_router() -> Callable[[str], float]:
     return fit_word_router(LISTS, NO_LISTS)
 
 
-# ------------------------------------------------------------------ what runs
+# ------------------------------------------------------------------ the code that runs
 
 
 class SkeletonDecoder(StreamDecoder):

@@ -21,12 +21,13 @@ it writes what it finds likeliest. (This is an option of the authors' code; its 
 targets are the teacher's (distillation). The words' labels are smoothed if the recipe says so, the
 chunks' are not.
 
-Guarantee: APPROX: no setting gives the teacher's distribution. What runs is compared with a second
-version in plain lists (laws/traps/synst.py).
+Guarantee: APPROX: no setting gives the teacher's distribution. The code that runs is compared with
+a second version in plain lists (laws/traps/synst.py).
 Pitfall: groups of a fixed size under the name of chunks; sizes without labels; a word decoder that
 does not read the chunks; scores with the chunks of the reference, which no translator knows.
-Tests: tests/nonautoregressive/test_synst.py (`translate_by_chunks` against what runs; beam search
-over chunks against all of them; the loss; chunks; the ablation on dialects whose trees are known).
+Tests: tests/nonautoregressive/test_synst.py (`translate_by_chunks` against the code that runs; beam
+search over chunks against all of them; the loss; chunks; the ablation on dialects whose trees are
+known).
 Ours: **the trees are made by a chunker of function words, not by a parser**, because no German
 parser comes with our packages; the layers begin as the teacher's; a chunk longer than `longest` is
 cut; the first chunk is never the end, sizes that pass the limit of a translation are impossible,

@@ -47,9 +47,9 @@ and then waits for all others. Its plan assumes that all draft as much as it doe
 
     t(s) = T(n (1 + s))    T(r): seconds of a pass over r rows      n: requests that decode
 
-Tests: tests/speculative/test_auto.py (`best_draft_size` against what runs; the joint distribution
-under all policies at once, by branching over every choice of every round; the feature laws of heads
-that draft now and then).
+Tests: tests/speculative/test_auto.py (`best_draft_size` against the code that runs; the joint
+distribution under all policies at once, by branching over every choice of every round; the feature
+laws of heads that draft now and then).
 Left out: heads that need probes or sample their drafts; draft tokens of two sources in one tree;
 the time that an idle draft model takes to catch up, which is measured but not foreseen; in a batch,
 trials, and lengths on which the requests agree (`smartspec`).

@@ -13,8 +13,8 @@ target's distribution at the root.
 Guarantee: EXACT, by definition: all guarantees are relative to this distribution.
 Pitfall: a baseline that recomputes the prompt in every step, or decodes with another library, makes
 every speed-up look larger. Here it runs in the same loop, on the same cache.
-Tests: tests/speculative/test_autoregressive.py (`generate_tokens` against what runs, outcome by
-outcome).
+Tests: tests/speculative/test_autoregressive.py (`generate_tokens` against the code that runs,
+outcome by outcome).
 Left out: nothing.
 """
 

@@ -162,7 +162,7 @@ def train(
 def autocast(device: torch.device) -> torch.autocast:
     """Compute in bfloat16 if the device multiplies it.
 
-    A processor that emulates bfloat16 takes ten times as long as in float32.
+    A processor that emulates bfloat16 is slower with it than in float32.
     """
     fast = device.type != "cpu"
     if not fast:

@@ -414,7 +414,7 @@ if len(self.told) >= 2**self.n - 1:""",
 LEVELS = [
     _cascade(
         "two levels with a constant gamma",
-        "return request.decoder(CascadeDrafter(below, k[0], ends, listens=True), verify_tree)",
+        "return request.decoder(CascadeDrafter(below, k[0], ends, notifies=True), verify_tree)",
         """from tinyspec.decoding.modeldraft import ModelDrafter
 return request.decoder(ModelDrafter(request.drafts[0], sum(k[0])), verify_tree)""",
         law=cascade_traps.CALLS,

@@ -46,17 +46,17 @@ def plain_parts(model: MpeeClassifier) -> tuple[Callable[..., Any], Callable[...
     def run_layer(layer: int, x: Any) -> tuple[Any, Any]:
         fused = normalize(x, f"{layer}.norm1") @ w[f"{layer}.qkv.weight"].T
         heads = fused.reshape(len(x), -1, c.head_dim)
-        mixed, paid = [], []
+        mixed, seen = [], []
         for head in range(c.n_heads):
             shared = c.n_heads + head // (c.n_heads // c.n_kv_heads)
             scores = heads[:, head] @ heads[:, shared].T / np.sqrt(c.head_dim)
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             weights /= weights.sum(axis=1, keepdims=True)
             mixed.append(weights @ heads[:, shared + c.n_kv_heads])
-            paid.append(weights[0])
+            seen.append(weights[0])
         x = x + np.concatenate(mixed, axis=1) @ w[f"{layer}.out.weight"].T
         gate, up = np.split(normalize(x, f"{layer}.norm2") @ w[f"{layer}.up.weight"].T, 2, axis=1)
-        return x + gate / (1 + np.exp(-gate)) * up @ w[f"{layer}.down.weight"].T, np.mean(paid, 0)
+        return x + gate / (1 + np.exp(-gate)) * up @ w[f"{layer}.down.weight"].T, np.mean(seen, 0)
 
     def classify(layer: int, state: Any, memory: Any) -> tuple[Any, Any]:
         memory = np.zeros(c.d_model) if memory is None else memory
@@ -105,19 +105,19 @@ def fusion_loses_nothing(fuse: Callable[..., Any]) -> Iterator[int]:
     """Check equal states, the memory's sum, and order and number of those that go on."""
     generator = torch.Generator().manual_seed(0)
     for n, rho in product((1, 2, 3, 9), (0.0, 0.25, 0.5, 0.9, 1.0)):
-        told = torch.rand((2, n), generator=generator, dtype=torch.float64)
+        attn = torch.rand((2, n), generator=generator, dtype=torch.float64)
         places = torch.arange(n, dtype=torch.float64).expand(2, n)
         case: dict[str, Any] = {"tokens": n, "rho": rho}
-        same, total = fuse(torch.ones(2, n, 3, dtype=torch.float64), told, rho)
+        same, total = fuse(torch.ones(2, n, 3, dtype=torch.float64), attn, rho)
         if (same - 1).abs().max() > WITHIN:
             accuse(FUSED, 1.0, same.tolist(), **case, compared="equal states")
-        if (total.sum(1) - told.sum(1)).abs().max() > WITHIN:
-            accuse(FUSED, told.sum(1).tolist(), total.sum(1).tolist(), **case, compared="memory")
-        kept, _ = fuse(places[..., None], told, rho)
+        if (total.sum(1) - attn.sum(1)).abs().max() > WITHIN:
+            accuse(FUSED, attn.sum(1).tolist(), total.sum(1).tolist(), **case, compared="memory")
+        kept, _ = fuse(places[..., None], attn, rho)
         expect_equal(
             FUSED, mpee.count_tokens(n, rho, 2)[1], kept.shape[1], **case, counted="tokens"
         )
-        for row, memory in zip(kept[..., 0], told, strict=True):
+        for row, memory in zip(kept[..., 0], attn, strict=True):
             n_best = int(np.ceil(rho * (n - 1)))
             best = sorted(sorted(range(1, n), key=lambda at: -float(memory[at]))[:n_best])
             expect_equal(FUSED, [0, *best], [int(place) for place in row[: n_best + 1]], **case)
@@ -145,7 +145,7 @@ TRAPS = [
 ]
 
 _mpee = partial(Toy, technique="mpee")
-MEMORY = "told = self.beta * told + (1 - self.beta) * paid[0]"
+MEMORY = "attn = self.beta * attn + (1 - self.beta) * seen[0]"
 LEAVES = "if probs.max() > tau:"
 
 TOYS = [
@@ -154,7 +154,7 @@ TOYS = [
     _mpee(
         "the attention of the layer alone",
         MEMORY,
-        "told = paid[0]",
+        "attn = seen[0]",
         MpeeClassifier.layer_logits,
         law=BOTH,
     ),

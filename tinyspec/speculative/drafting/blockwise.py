@@ -28,8 +28,8 @@ three ways. `rule` picks one, and `slack` says how far it goes; at 0 all of them
 Above temperature 0, which the paper does not treat, a guess that the rule does not allow is
 verified by the exact rule. So no rule accepts less than the exact one.
 Pitfall: a pass to predict and another one to verify. The text is the same, for twice the passes.
-Tests: tests/speculative/test_blockwise.py (`extend_by_block` against what runs; the count of
-passes; an untrained layer repeats the target's head; each rule accepts more as slack grows; the
+Tests: tests/speculative/test_blockwise.py (`extend_by_block` against the code that runs; the count
+of passes; an untrained layer repeats the target's head; each rule accepts more as slack grows; the
 same on translations, against a dense pass).
 Additions of ours: p_1 is the target's own head, so the layer has k - 1 parts and not k. W_out and
 b_out begin as zero, so an untrained predictor says what that head says. For `draft_vocab`, see

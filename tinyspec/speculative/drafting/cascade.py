@@ -21,8 +21,8 @@ Guarantee: EXACT. Each token declares the distribution it was committed under by
 finalized it. A copied token, and one that passed a lenient review, is a point mass.
 Pitfall: declaring the distribution of the model that first proposed a token, not of its reviewer;
 two levels with a constant gamma are no cascade. The released code decodes greedily only.
-Tests: tests/speculative/test_cascade.py (`draft_cascade` against what runs, tokens and forward
-passes of every level; each cascade alone, both and none; the longest match). `tinyspec laws
+Tests: tests/speculative/test_cascade.py (`draft_cascade` against the code that runs, tokens and
+forward passes of every level; each cascade alone, both and none; the longest match). `tinyspec laws
 cascade` enumerates four levels.
 Left out: the bigram table of Wikipedia. Here `sample` tokens of the smallest draft model's own
 sampling run are counted (`tinyspec train ngrams` keeps a long run). The default K is that of the
@@ -158,9 +158,9 @@ class MaxGramDrafter(BaseDrafter):
 class CascadeDrafter(BaseDrafter):
     """Draft for one reviewer: each level below it contributes its quota, the largest first.
 
-    ends     tokens that nothing follows
-    listens  whether it passes on what happens to the text. Levels are shared by all reviewers above
-             them, so only the target's drafter does; the others catch up when they are to write
+    ends      tokens that nothing follows
+    notifies  whether it tells its levels what happens to the text. Other reviewers share them, so
+              only the target's drafter does; the others catch up when they are to write
     """
 
     def __init__(
@@ -168,10 +168,10 @@ class CascadeDrafter(BaseDrafter):
         below: Sequence[NestedDrafter | MaxGramDrafter],
         quotas: Sequence[int],
         ends: frozenset[int],
-        listens: bool = False,
+        notifies: bool = False,
     ):
         self.below, self.quotas, self.ends = below, quotas, ends
-        self.listeners: Sequence[NestedDrafter | MaxGramDrafter] = below if listens else ()
+        self.listeners: Sequence[NestedDrafter | MaxGramDrafter] = below if notifies else ()
 
     def propose(
         self,
@@ -343,4 +343,4 @@ def cascade(
             forward_log=request.forward_log,
         )
         below.insert(0, NestedDrafter(inner, positions=positions, is_exact=is_exact))
-    return request.decoder(CascadeDrafter(below, k[0], ends, listens=True), verify_tree)
+    return request.decoder(CascadeDrafter(below, k[0], ends, notifies=True), verify_tree)

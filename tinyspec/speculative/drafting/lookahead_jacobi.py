@@ -26,9 +26,9 @@ Guarantee: EXACT. The window takes the argmax at every temperature; the tokens o
 point masses.
 Pitfall: Jacobi iteration alone, or n-grams of the text alone; both are other methods.
 State: window and pool end with the request.
-Tests: tests/speculative/test_lookahead_jacobi.py (`advance_window` is what runs; the draft of every
-round equals a simulation of window and pool by hand; both branches share one pass; if the text is
-periodic, a round commits N tokens; more columns and longer n-grams save passes).
+Tests: tests/speculative/test_lookahead_jacobi.py (`advance_window` is the code that runs; the draft
+of every round equals a simulation of window and pool by hand; both branches share one pass; if the
+text is periodic, a round commits N tokens; more columns and longer n-grams save passes).
 Left out: several devices, which share out the columns. The paper fills the first row at random;
 here the prompt's tokens fill it in turn, so that a seed always gives the same text. In the authors'
 code the pool also gets n-grams of the text that is written, if it gets those of the prompt (an

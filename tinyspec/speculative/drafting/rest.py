@@ -16,10 +16,10 @@ Guarantee: EXACT. Draft tokens are point masses, so verification is exact at any
 Pitfall: the released code samples once per path, and again after a mismatch. That is biased: for
 p = (.5, .3, .2) with children 0 and 1 the output is (.675, .255, .07). A dictionary of n-grams with
 one continuation each is not REST: a match may have any length, and continuations compete.
-Tests: tests/speculative/test_rest.py (`retrieve_continuations` against what runs; the longest match
-decides; the heaviest tree by brute force; the distribution with two competing continuations; a
-datastore of another tokenizer is an error). tests/core/test_suffixes.py holds the suffix array to a
-search through the text.
+Tests: tests/speculative/test_rest.py (`retrieve_continuations` against the code that runs; the
+longest match decides; the heaviest tree by brute force; the distribution with two competing
+continuations; a datastore of another tokenizer is an error). tests/core/test_suffixes.py holds the
+suffix array to a search through the text.
 Additions of ours: with `price` > 0 (off by default) only the draft tokens that are expected to be
 accepted with at least that probability are run (speculative/lookup.py), so the step is plain
 decoding if matches lately failed. A lookup at a few places decides that. After eight lookups

@@ -21,9 +21,9 @@ Guarantee: EXACT. The token that ends a draft stays in it, so that no token's pr
 its own draw.
 Pitfall: the authors' sampling code drafts greedily and still divides by the softmax, which is
 biased above temperature 0. Here the draft samples, and declares the distribution it samples from.
-Tests: tests/speculative/test_self_speculative.py (`draft_until_unsure` against what runs, outcome
-by outcome; `update_threshold` is what runs; the joint distribution; both kinds of sublayer; the
-shared cache; an empty skip set accepts all; the search against as many random sets).
+Tests: tests/speculative/test_self_speculative.py (`draft_until_unsure` against the code that runs,
+outcome by outcome; `update_threshold` is the code that runs; the joint distribution; both kinds of
+sublayer; the shared cache; an empty skip set accepts all; the search against as many random sets).
 Left out: the paper's 1,000 evaluations of the search. `tinyspec bench skip --evaluations 1000` runs
 them; our committed search has 100, and the set it found is slower than the default on fresh prompts
 (tutorials/results). The first threshold (0.8), gamma (8), the weights and epsilon are those of the
@@ -245,18 +245,18 @@ class SkipSetSearch:
 class DraftExit(NamedTuple):
     """When drafting ends: after the first token less likely than the threshold.
 
-    passed  running share of draft tokens that the target accepted (the paper's AR)
+    acceptance  running share of draft tokens that the target accepted (the paper's AR)
     """
 
     threshold: float
-    passed: float = 0.0
+    acceptance: float = 0.0
 
     def update(self, accepted: int, drafted: int, wanted: float, gamma: int) -> "DraftExit":
         """Return the exit after a round; a round without a draft changes nothing."""
         if not drafted:
             return self
         return DraftExit(
-            *update_threshold(self.threshold, self.passed, accepted, drafted, wanted, gamma)
+            *update_threshold(self.threshold, self.acceptance, accepted, drafted, wanted, gamma)
         )
 
 

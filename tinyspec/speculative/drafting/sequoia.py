@@ -33,8 +33,8 @@ Defaults that are not the paper's. The paper measures P, c and t before it decod
 The chapter's table measures P beforehand, as the paper does; its row `accepts=learnt` is ours.
 The bounds of the search, `nodes` 32, `depth` 8 and `ranks` 8, are ours: on a CPU t(n) rises from
 the first nodes on, so a larger tree seldom pays.
-Tests: tests/speculative/test_sequoia.py (`most_tokens` against what runs and the tree against all
-trees; F against enumerated rounds; P against enumerated draws; the reused noise).
+Tests: tests/speculative/test_sequoia.py (`most_tokens` against the code that runs and the tree
+against all trees; F against enumerated rounds; P against enumerated draws; the reused noise).
 Left out: the paper's trees of 768 nodes for offloaded targets: planning time grows with n squared.
 A P for each depth, which the paper has for heads such as Medusa's.
 Ours: trees are planned again in rounds 0, 1, 2, 4, 8 and so on; the paper plans once. n and d do

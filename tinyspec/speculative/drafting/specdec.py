@@ -26,8 +26,8 @@ does so too.
 Guarantee: LOSSY in beta. At 1 it is EXACT: drafts are point masses.
 Pitfall: a small model that writes from left to right under the same name, which takes k passes; one
 of the two conditions without the other.
-Tests: tests/speculative/test_specdec.py (`verify_top_beta` against what runs; one pass of the
-drafter a round; each condition rejects alone; a larger beta or tau accepts no fewer tokens; a
+Tests: tests/speculative/test_specdec.py (`verify_top_beta` against the code that runs; one pass of
+the drafter a round; each condition rejects alone; a larger beta or tau accepts no fewer tokens; a
 fitted drafter drafts its sentences; the masks, the labels and the glancing of the loss).
 Additions of ours: above temperature 0, which the authors do not treat, a token that the rule does
 not allow is accepted with probability p(x), and else another one is drawn. So the rule accepts no
@@ -140,9 +140,9 @@ def glance_at_labels(
     generator: torch.Generator,
     dropout: float = 0.0,
 ) -> MaskedBlocks:
-    """Return the blocks after some masks were replaced by their tokens, which are no label then.
+    """Replace some masks of each row by their true tokens, which then are labels no more.
 
-    share  how many of each row's masks, over the number that the model fills wrongly
+    share  of the number of masks that the model fills wrongly in a row, how many are replaced
     """
     inputs, labels = masked
     known = labels != model.config.pad

@@ -21,8 +21,8 @@ with min(1, p(x) / (l q(x))): it is faster, and the output is only bounded, P(x)
 Pitfall: sampling the recovered token from p instead of the residual; settings applied to one of the
 two models only.
 Tests: tests/speculative/test_speculative_decoding.py (the joint distribution; `verify_chain`
-against what runs, outcome by outcome; 1 - total variation; the predicted tokens against brute
-force; the bound of lenience).
+against the code that runs, outcome by outcome; 1 - total variation; the predicted tokens against
+brute force; the bound of lenience).
 Left out: beam search, which the paper only sketches. The paper computes gamma from alpha and c for
 each pair; `planner` and `tinyspec bench plan-draft` do. The default, 3, is the smallest of its 3, 5
 and 7, because a small target gains little from a longer draft.

@@ -25,9 +25,10 @@ depends on what was drawn before.
 Pitfall: declaring g for a token that the draft model has judged: it follows q by then. A token that
 ends the text must be judged like any other, although nothing is computed after it. A fixed tree, or
 n-grams that draft for the target, leave out one of the two stages.
-Tests: tests/speculative/test_staged.py (`grow_tree` against what runs; how often a guess is kept;
-every tree is as likely without n-grams, and costs more passes; on a biased table it beats fixed
-trees of its size; one target pass per round), tests/speculative/test_ngram.py (Katz's formula).
+Tests: tests/speculative/test_staged.py (`grow_tree` against the code that runs; how often a guess
+is kept; every tree is as likely without n-grams, and costs more passes; on a biased table it beats
+fixed trees of its size; one target pass per round), tests/speculative/test_ngram.py (Katz's
+formula).
 Left out: n-grams that draft a tree (section 3.2); ours draft a chain below the most probable leaf.
 One draft pass for each depth; ours runs the next `width` leaves. The paper's run of 120 million
 tokens at temperature 1.5: ours has temperature 1, and `sample` says how many of its tokens are

@@ -22,8 +22,8 @@ longest one.
 State: outputs outlive the request (`persistent`), one tree per model, while the model lives. In a
 batch each request has its own: no text may depend on other requests. What is known
 changes the speed and never the text of a seed.
-Tests: tests/speculative/test_suffix_decoding.py (`best_suffix_draft` against what runs; a draft has
-at most alpha p nodes; both trees serve; a second request is faster than the first).
+Tests: tests/speculative/test_suffix_decoding.py (`best_suffix_draft` against the code that runs; a
+draft has at most alpha p nodes; both trees serve; a second request is faster than the first).
 Additions of ours: with `price` > 0 (off by default) only the draft tokens that are expected to be
 accepted with at least that probability are run (speculative/lookup.py).
 The authors' code (ArcticInference) drafts one path by default, not a tree. There an occurrence

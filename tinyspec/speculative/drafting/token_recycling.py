@@ -21,8 +21,8 @@ Pitfall: updating the matrix from the accepted path only.
 State: the matrix outlives the request (`persistent`), one per model and k, while the model lives.
 In a batch, where requests run side by side, each has its own.
 Tests: tests/speculative/test_token_recycling.py (`draft_from_matrix` and `update_matrix` against
-what runs; the matrix holds the candidates last seen, those of rejected nodes too; a second request
-is faster than the first; the tree is the best of its size; the rows of a prompt).
+the code that runs; the matrix holds the candidates last seen, those of rejected nodes too; a second
+request is faster than the first; the tree is the best of its size; the rows of a prompt).
 Additions of ours: with `tree` "ranks" the tree has the `nodes` paths of ranks with the greatest
 products of `RANK_CHANCES`. With `learn_prompt` the matrix also learns the rows of the prompt. That
 takes a product with the output matrix for every token of the prompt. The authors' code reads the

@@ -54,13 +54,14 @@ def next_length(length: int, accepted: Sequence[int], fell: bool, limit: int) ->
 class BassRule:
     """One draft length for all requests, which follows what they accepted.
 
-    A round of the batch is over when every request that decodes has asked, or when one asks again:
-    a request that decodes with another method never asks. What asks again has its last answer
-    counted, and has asked in the next round already.
+    Each request asks for its next length, and says how many tokens of its last draft were accepted.
+    A round of the batch ends when all requests that decode have asked. One that decodes with
+    another method never asks, so a round also ends when a request asks again. Then the new answers
+    count in the round that ends, and that request has asked in the next round already.
 
     first     the length of the first draft;  limit  the longest
-    accepted  by the requests that have asked in this round; None: of a draft that was cut, or
-              counted already
+    accepted  for each request that has asked in this round, what it said; None if its draft was cut
+              or was counted already
     """
 
     def __init__(self, first: int, limit: int):

@@ -18,8 +18,9 @@ Pitfall: searching the prompt alone (that is prompt lookup); building the index 
 Addition of ours: with `price` > 0 (off by default) a copied token is run only if its probability
 to be accepted is at least `price` (speculative/lookup.py), so where copies lately failed the step
 is plain decoding.
-Tests: tests/speculative/test_llma.py (`copy_after_match` against what runs, on all short texts; the
-calls of a text copied whole; a reference outside the prompt; the longest match; the index).
+Tests: tests/speculative/test_llma.py (`copy_after_match` against the code that runs, on all short
+texts; the calls of a text copied whole; a reference outside the prompt; the longest match; the
+index).
 Left out: nothing. The paper reports about 2x on LLaMA 7B to 30B with k about 15, our default; the
 authors' scripts take n = 1 and k = 20. Which of several matches is copied (`which`) and how long a
 match may be (`longest`) are ours, and so is the growing text as a reference (`own`).

@@ -31,15 +31,15 @@ speed and never the text of a seed.
 Addition of ours: with `price` > 0 (off by default) a draft token is run only if its probability to
 be accepted is at least `price` (speculative/lookup.py). Then the stages are joined, because a token
 that also follows a longer match is more likely.
-Tests: tests/speculative/test_lookahead_trie.py (`retrieve_branches` against what runs; each
-procedure alone; one request shortens the next; shared beginnings are checked once).
-Left out: bounds for the branches of each first token (the authors' code: 65,536 nodes, of them 512
-of outputs, looked at when 1,024 first tokens were changed). Here one `bound` is set for all outputs
-and held after every round. The forest keeps every suffix of a window that it keeps, and finds the
-longest match by that; halving the windows of one first token alone would break it. The code fills
-the second half by 0.9999 prompt + 0.0001 output counts; here by the prompt's counts, then by those
-of outputs, so only ties differ. Its count of the draft tokens that are enough includes the newest
-token, and half as many are enough for a single branch.
+Tests: tests/speculative/test_lookahead_trie.py (`retrieve_branches` against the code that runs;
+each procedure alone; one request shortens the next; shared beginnings are checked once).
+Left out: the authors' code bounds the branches of each first token by itself (65,536 nodes, 512 of
+them from outputs; it looks when 1,024 first tokens have changed). Here one `bound` holds for all
+outputs together, after every round. Our forest finds the longest match because it keeps every
+suffix of a window; to halve the windows of one first token would break that. The code ranks the
+second half of a draft by 0.9999 times the prompt's counts plus 0.0001 times those of outputs; here
+it is ranked by the prompt's counts, then by those of outputs, so only ties differ. In the code the
+number of draft tokens that are enough counts the newest token, and a single branch needs half.
 """
 
 from collections.abc import Collection, Mapping, Sequence

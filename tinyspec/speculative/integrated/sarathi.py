@@ -27,9 +27,9 @@ bfloat16, its logits are the same to the bit.
 Pitfall: chunks in passes of their own (then nothing is shared, and the others wait as before);
 one product for each request; a chunk that is read again from its start; logits of chunks that end
 inside a prompt, which nobody reads.
-Tests: tests/speculative/test_sarathi.py (`fill_pass` against what runs; a decoding request gets a
-token in every pass, however long the prompts; no pass over the budget; with `least` each prompt is
-read within the passes above). `tinyspec laws sarathi` runs random arrivals.
+Tests: tests/speculative/test_sarathi.py (`fill_pass` against the code that runs; a decoding request
+gets a token in every pass, however long the prompts; no pass over the budget; with `least` each
+prompt is read within the passes above). `tinyspec laws sarathi` runs random arrivals.
 Left out: the paper's rule that rows are a multiple of a GPU's tile, since the kernels here take any
 number; preemption, since a scheduler reserves a request's positions before it starts; the released
 code's chunks that shrink with time, which are off by default.

@@ -27,8 +27,8 @@ distributions, and a rejected one is replaced by a sample of what the target has
 Pitfall: the released code accepts with probability p(c) / q(c), but after a rejection it samples
 from p, which changes the distribution (laws/museum). The group after the wrong token: the output
 stays right, and law F2 (laws/feature_laws.py) detects it. Masks that later rows can see.
-Tests: tests/speculative/test_space.py (`decode_by_groups` against what runs, step by step; the loss
-against the rows of single masks; one pass a step; the rows of the text stay as they are).
+Tests: tests/speculative/test_space.py (`decode_by_groups` against the code that runs, step by step;
+the loss against the rows of single masks; one pass a step; the rows of the text stay as they are).
 Left out: a mask token that is added to the vocabulary (the authors' id is 32002, beyond LLaMA's
 32,000; here it is a token that exists, by default the last one); several different masks, an option
 of their code; instructions by people as training texts; another option, to keep the loss of the

@@ -23,8 +23,8 @@ and plausibility 0 give speculative decoding of the expert.
 Pitfall: using the contrast for rejected tokens only, or the expert in place of p in the ratio or
 the residual; leaving out the plausible set.
 Tests: tests/speculative/test_speculative_contrastive.py (the joint distribution against the
-formula; `contrast_weights` against what runs on logits; the acceptance rate 1 - TV(p, q); one pass
-of the amateur for each token).
+formula; `contrast_weights` against the code that runs on logits; the acceptance rate 1 - TV(p, q);
+one pass of the amateur for each token).
 Left out: nothing. The defaults of beta, plausibility and gamma are those usual for contrastive
 decoding.
 """

@@ -22,10 +22,10 @@ budget.
 Guarantee: EXACT. Level 2 is exact for its own distribution, so its tokens declare that one as q.
 Pitfall: after a rejection in level 2 the released loop samples from level 2's distribution instead
 of the residual; its tokens then do not follow the q that they declare.
-Tests: tests/speculative/test_triforce.py (`decode_three_levels` against what runs, outcome by
-outcome; a needle that only retrieval finds; a small model of 16 positions against dense passes; the
-chunks against brute force; a budget that holds the context). The joint distribution is enumerated
-on small transformers.
+Tests: tests/speculative/test_triforce.py (`decode_three_levels` against the code that runs, outcome
+by outcome; a needle that only retrieval finds; a small model of 16 positions against dense passes;
+the chunks against brute force; a budget that holds the context). The joint distribution is
+enumerated on small transformers.
 Left out: the rolling cache of StreamingLLM. There one key is evicted for each new token, and the
 keys that stay were computed when their evicted neighbours were still visible. Here half of the
 window is evicted at once, and the rest is computed anew at its new positions. So the small model

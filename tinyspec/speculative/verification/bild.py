@@ -21,8 +21,8 @@ large model's own sample: EXACT under both rules, at any temperature.
 Pitfall: a ratio test, or proposing the token that the small model is unsure of: that is speculative
 decoding with a confidence stop. The authors' code spares an equal token the rollback, but then
 accepts the rest of the block without a test (laws/museum).
-Tests: tests/speculative/test_bild.py (`write_turn` against what runs, outcome by outcome; both
-exact ends; fewer calls of the large model as either threshold is relaxed).
+Tests: tests/speculative/test_bild.py (`write_turn` against the code that runs, outcome by outcome;
+both exact ends; fewer calls of the large model as either threshold is relaxed).
 Left out: aligning the small model to the large one's outputs before use, which is training a draft,
 and encoder-decoder models. `gamma`, a cap on one turn of the small model, is only in the authors'
 code (10). Their code lets the large model write the first token; here the small model begins, as in

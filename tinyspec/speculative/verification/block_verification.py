@@ -24,9 +24,9 @@ min(1, p / q) of token verification, so never fewer tokens are accepted.
 Guarantee: EXACT, over chains; a draft token without a distribution is a point mass.
 Pitfall: stopping at the first failure; a residual without the weight. Every draft token has been
 looked at, also those after the end: none may be proposed again with its distribution.
-Tests: tests/speculative/test_block_verification.py (`verify_block` against what runs, outcome by
-outcome; P(at least i) = w_i; 11/9 against 10/9 tokens on the paper's two-letter example; never
-fewer than token by token and never more than any rule can; the joint distribution).
+Tests: tests/speculative/test_block_verification.py (`verify_block` against the code that runs,
+outcome by outcome; P(at least i) = w_i; 11/9 against 10/9 tokens on the paper's two-letter example;
+never fewer than token by token and never more than any rule can; the joint distribution).
 Left out: the paper's second algorithm, which accepts greedily within a round and changes the target
 of the next rounds. A verifier here has no memory, and the first algorithm is the best of those
 without one. The paper reports 5 to 8 % less wall time than token verification.

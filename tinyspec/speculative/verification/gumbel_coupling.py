@@ -22,9 +22,10 @@ the other distribution, none guarantees more than this one.
 Guarantee: EXACT, and more: for every seed, the tokens are those of the target's races alone.
 Pitfall: noise that depends on the round instead of the position, or that draft and target draw
 separately.
-Tests: tests/speculative/test_gumbel_coupling.py (`couple_round` against what runs; one seed, any
-drafter, one text; P(equal), its bounds and its integral). Shared noise cannot be enumerated, so
-laws/suites.py proves two halves: the same tokens with any drafter, and what a race samples.
+Tests: tests/speculative/test_gumbel_coupling.py (`couple_round` against the code that runs; one
+seed, any drafter, one text; P(equal), its bounds and its integral). Shared noise cannot be
+enumerated, so laws/suites.py proves two halves: the same tokens with any drafter, and what a race
+samples.
 Left out: the paper's other coupling, by weighted min-wise hashing, and its variant for parties that
 exchange a few bits. The default gamma is that of `speculative_decoding`.
 """

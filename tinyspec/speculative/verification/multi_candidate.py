@@ -22,9 +22,9 @@ candidates are the draft's k most likely tokens, as point masses.
 Pitfall: taking the k most likely tokens and testing them against q; sorting the draws by
 probability; forgetting that a rejection changes p (and, without replacement, q). Each of these
 gives another distribution.
-Tests: tests/speculative/test_multi_candidate.py (`verify_siblings` against what runs, outcome by
-outcome; k = V without replacement always accepts; naive sampling <= with <= without replacement;
-the formula of `sequential_acceptance`).
+Tests: tests/speculative/test_multi_candidate.py (`verify_siblings` against the code that runs,
+outcome by outcome; k = V without replacement always accepts; naive sampling <= with <= without
+replacement; the formula of `sequential_acceptance`).
 Left out: a temperature of the draft's own, and training the draft on the target's texts (`tinyspec
 train lm --distill` does that). The default configuration is ours: the authors' example, 4x2x2, with
 one more depth.

@@ -23,9 +23,9 @@ most likely ones, as point masses.
 Pitfall: merging a token that two models proposed into one test. It is two proposals, each tested
 against its own distribution. Sampling y from p and looking whether it is in the tree (naive
 sampling) is exact too, and accepts less.
-Tests: tests/speculative/test_specinfer.py (`multi_step_sampling` against what runs, outcome by
-outcome; theorem 4.2, the token's distribution under colliding drafts; theorem 4.3, acceptance never
-below naive sampling; boosting on tiny models).
+Tests: tests/speculative/test_specinfer.py (`multi_step_sampling` against the code that runs,
+outcome by outcome; theorem 4.2, the token's distribution under colliding drafts; theorem 4.3,
+acceptance never below naive sampling; boosting on tiny models).
 Left out: distributed serving, offloading and kernels, which are no part of the method.
 """
 

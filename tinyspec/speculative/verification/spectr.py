@@ -26,9 +26,9 @@ groups with other distributions follow on its residual, and a node without one i
 temperature 0 the drafts begin with the k most likely tokens.
 Pitfall: recursive rejection under this name (it tests each draft against the last residual, with no
 rho); rho = k always; rho = 1, which is not exact.
-Tests: tests/speculative/test_spectr.py (`select_k_seq` against what runs, outcome by outcome; rho
-solves its equation; at least 1 - (1 - 1/k)^k of the optimum and at most the optimum, by the linear
-program and by the least cut; one draft is token verification).
+Tests: tests/speculative/test_spectr.py (`select_k_seq` against the code that runs, outcome by
+outcome; rho solves its equation; at least 1 - (1 - 1/k)^k of the optimum and at most the optimum,
+by the linear program and by the least cut; one draft is token verification).
 Left out: decoding by the linear program itself, which is feasible for about six tokens; it is the
 oracle in laws/theorems.py. The paper reports 2.13x over plain decoding and 1.37x over speculative
 decoding.

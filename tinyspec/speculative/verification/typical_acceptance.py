@@ -28,7 +28,8 @@ Pitfall: a threshold without the entropy. Such a threshold rejects even the like
 the target is unsure. With the entropy the likeliest token always passes, if delta < 1: exp(-H(p))
 is at most the greatest p(x).
 Tests: tests/speculative/test_typical_acceptance.py (the threshold by hand; the likeliest token
-passes; `extend_by_typical_path` against what runs; greedy text; a smaller epsilon accepts more).
+passes; `extend_by_typical_path` against the code that runs; greedy text; a smaller epsilon accepts
+more).
 Left out: the acceptance of the authors' code without `fast`, in which a sampled token decides at
 each place; top-p in place of the threshold; the 1e-5 that their code adds to p in the logarithm.
 """
