@@ -6,7 +6,7 @@ PYTHON ?= python
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
 
-test:  ## run all tests (about 35 minutes on two cores)
+test:  ## run all tests (about 35 minutes on two cores with AVX-512, an hour without)
 	$(PYTHON) -m pytest -q -n auto
 
 fast:  ## run the tests without the proofs and the slow ones (less than half of that)

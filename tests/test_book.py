@@ -172,6 +172,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.book
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.slow
 def test_notebook_holds_what_a_lesson_prints_and_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,6 +225,7 @@ def test_notebook_with_a_warning_names_its_cell(tmp_path: Path) -> None:
 
 @pytest.mark.book
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.slow
 def test_book_with_a_warning_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of one page whose second cell warns: sphinx names the page and the cell's line."""
     pytest.importorskip("sphinx", reason="the book is built by sphinx: pip install -e '.[book]'")

@@ -287,6 +287,7 @@ def test_ctrl_c_while_waiting_is_quiet() -> None:
 # ---------------------------------------------------------------------- the others
 
 
+@pytest.mark.slow
 def test_techniques_stand_in_the_books_order_whatever_was_imported_first() -> None:
     code = "import tinyspec.nonautoregressive.nat, tinyspec.early_exit.ppd; "
     code += "from tinyspec.technique import load_techniques"

@@ -98,6 +98,7 @@ def test_a_long_race_is_not_repeated_unasked(zoo: Zoo, monkeypatch: pytest.Monke
     assert len(json.loads(run(*call, "--repeat", "2").stdout)["seconds"]) == 2
 
 
+@pytest.mark.slow
 def test_greedy_text_of_a_base_model_is_kept_from_looping(zoo: Zoo) -> None:
     call = ["race", "--model", zoo.big, "-n", "8", "-p", "the cat", "-r", "1"]
     greedy = [*call, "-t", "0"]

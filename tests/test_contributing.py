@@ -58,6 +58,7 @@ def test_the_example_is_a_technique_its_trap_and_its_tests() -> None:
 
 
 @pytest.mark.usefixtures("added")
+@pytest.mark.slow
 def test_every_law_holds_of_it() -> None:
     card = technique.find_technique(NAME)
     assert "Guarantee:" in card.doc

@@ -175,6 +175,7 @@ CODE_LINES = {
 Who adds a capability raises the number of its room in the same commit. Who tidies up lowers it."""
 
 
+@pytest.mark.slow
 def test_each_room_stays_within_its_code_lines() -> None:
     spec = importlib.util.spec_from_file_location("size", ROOT / ".ci" / "size.py")
     assert spec is not None and spec.loader is not None

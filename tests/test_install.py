@@ -83,6 +83,7 @@ def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("wheel", clone, tmp_path_factory.mktemp("wheel"))
 
 
+@pytest.mark.slow
 def test_an_editable_install_is_a_plain_path(clone: Path, editable: Path) -> None:
     [path] = editable.glob("*.pth")
     assert path.read_text(encoding="utf-8").split() == [str(clone)]
@@ -103,6 +104,7 @@ def test_an_editable_install_is_imported_from_anywhere(
     assert listed["storyteller"] == str(clone / "models" / "storyteller")
 
 
+@pytest.mark.slow
 def test_a_wheel_carries_two_models_a_head_and_the_assignments(
     clone: Path, wheel: Path, tmp_path: Path
 ) -> None:
@@ -126,6 +128,7 @@ def test_a_wheel_carries_two_models_a_head_and_the_assignments(
     ]
 
 
+@pytest.mark.slow
 def test_a_wheel_built_from_the_sdist_holds_the_same_files(
     clone: Path, wheel: Path, tmp_path: Path
 ) -> None:

@@ -125,6 +125,7 @@ def test_a_broken_contract_is_named_by_law_case_and_method_and_the_other_laws_ru
 
 
 @pytest.mark.usefixtures("_few_cases")
+@pytest.mark.slow
 def test_an_exception_is_named_by_file_and_line_and_the_other_methods_run(tmp_path: Path) -> None:
     file = write(tmp_path, CRASH)
     result = run("laws", file, "llma")
@@ -163,6 +164,7 @@ def test_whoever_takes_a_method_takes_a_plugin(command: tuple[str, ...]) -> None
     assert "--plugin FILE" in run(*command, "--help").stdout
 
 
+@pytest.mark.slow
 def test_a_child_process_knows_the_plugin_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

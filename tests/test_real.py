@@ -47,6 +47,7 @@ def test_as_its_file_stores_it_it_has_the_logits_of_bfloat16_on_twenty_prompts()
         assert torch.equal(stored.logits(ids), whole.logits(ids)), item.turns[0][:50]
 
 
+@pytest.mark.slow
 def test_digits_are_split_one_by_one(smollm2) -> None:  # type: ignore[no-untyped-def]
     ids = smollm2.tokenizer.encode("In 1984 there were 365 days, 24 hours each")
     pieces = [smollm2.tokenizer.decode([i]) for i in ids]
@@ -68,6 +69,7 @@ def test_the_stored_weights_are_one_copy_and_a_chat_template(smollm2) -> None:  
     assert smollm2.config.parameters() == pytest.approx(134.5e6, rel=0.01)
 
 
+@pytest.mark.slow
 def test_its_committed_draft_predicts_part_of_its_text_and_changes_none_of_it(smollm2) -> None:  # type: ignore[no-untyped-def]
     """models/smollm2-draft holds layers alone: embeddings, head and tokenizer are the target's."""
     assert models.find_drafts_of("smollm2")[0] == "smollm2-draft"

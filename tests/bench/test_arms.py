@@ -152,6 +152,7 @@ def test_an_end_of_text_ends_nothing_and_the_model_is_left_as_it_was() -> None:
     "method",
     [m for m in METHODS if not load_techniques()[m].timed and not load_techniques()[m].persistent],
 )
+@pytest.mark.slow
 def test_a_run_owes_nothing_to_the_runs_before_it(method: str) -> None:
     arm = own(method, 0.7)
     fresh = [own(method, 0.7).run(job(i, 2, 3), 5, time.perf_counter).ids for i in range(3)]
@@ -238,6 +239,7 @@ def test_settings_are_read_back_and_wrong_ones_are_errors() -> None:
         BenchSettings(rounds=0)
 
 
+@pytest.mark.slow
 def test_own_memory_is_measured_in_a_fresh_process(tmp_path: Path) -> None:
     from tests.zoo import tiny_zoo
     from tinyspec import models

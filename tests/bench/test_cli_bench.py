@@ -265,6 +265,7 @@ def test_wrong_input_of_plan_draft_is_one_line(zoo: Zoo, tmp_path: Path) -> None
         assert says in failed(run("bench", "plan-draft", "--numbers", str(numbers)))
 
 
+@pytest.mark.slow
 def test_a_failed_memory_probe_loses_no_table(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

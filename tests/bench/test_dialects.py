@@ -95,6 +95,7 @@ def dialects_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[s
     return folder, json.loads((folder / "d.json").read_text(encoding="utf-8")), done.stdout
 
 
+@pytest.mark.slow
 def test_every_kind_has_every_model_and_its_figures_follow_from_the_verdicts(
     dialects_run: Any,
 ) -> None:
@@ -151,6 +152,7 @@ def test_the_files_are_a_table_a_kind_and_a_picture(dialects_run: Any) -> None:
     assert describe_dialects("ord") == "orders of their own"
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_where_it_was(
     dialects_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

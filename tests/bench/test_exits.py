@@ -107,6 +107,7 @@ def test_the_classifier_stands_beside_the_copy_and_the_model_is_the_same(
 # ---------------------------------------------------------------------- arms
 
 
+@pytest.mark.slow
 def test_every_technique_of_the_chapter_has_a_row_or_a_reason(result: dict[str, Any]) -> None:
     families = {exit_arms.name_family(label) for label in result["figures"]}
     named = {ArmSpec.parse(family).name for family in families | set(result["skipped"])}
@@ -178,6 +179,7 @@ def test_figures_follow_from_the_samples_and_the_full_model_is_one(result: dict[
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+@pytest.mark.slow
 def test_a_committed_result_follows_from_its_samples(path: Path) -> None:
     result = json.loads(path.read_text(encoding="utf-8"))
     assert json.loads(dump_json(exits.summarize_exits(result))) == result["figures"]
@@ -390,6 +392,7 @@ def translator(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return str(root / "exits"), root / "data"
 
 
+@pytest.mark.slow
 def test_a_translator_is_judged_by_bleu(translator: tuple[str, Path]) -> None:
     name, folder = translator
     given = exits.ExitSettings(name, (), (0.0, 0.5), prompts=2, data_folder=folder)

@@ -197,6 +197,7 @@ CHARTS = summary.list_charts(RESULTS[0].parent)
 
 
 @pytest.mark.parametrize("file", CHARTS)
+@pytest.mark.slow
 def test_a_committed_chart_shows_its_result(file: str) -> None:
     """All words and numbers; where exactly they stand may depend on the version of matplotlib."""
     words = [

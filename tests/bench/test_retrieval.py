@@ -19,6 +19,7 @@ def test_the_text_is_made_from_a_seed_and_repeats_itself() -> None:
 
 
 @pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.slow
 def test_every_arm_answers(arm: str) -> None:
     sample = retrieval.time_index(arm, 3000, 1)
     told = summarize_lookups(sample, 3000)

@@ -116,6 +116,7 @@ def result(zoo: Path) -> dict[str, Any]:
     return measured(zoo)
 
 
+@pytest.mark.slow
 def test_figures_follow_from_the_samples(result: dict[str, Any]) -> None:
     assert json.loads(dump_json(summarize_translation(result))) == result["figures"]
     samples = [BlockSample.from_row(row) for row in result["samples"]]
@@ -136,6 +137,7 @@ def test_a_row_tells_its_knobs(result: dict[str, Any]) -> None:
     assert ran["mask_predict, T 2, 2 lengths"] == {"iterations": 2, "lengths": 2}
 
 
+@pytest.mark.slow
 def test_committed_results_say_what_their_samples_say() -> None:
     for path in (Path(__file__).parent.parent.parent / "tutorials/results").glob(
         "translation*.json"
@@ -149,6 +151,7 @@ def test_committed_results_say_what_their_samples_say() -> None:
             }  # sacrebleu's version may be another
 
 
+@pytest.mark.slow
 def test_bleu_of_the_blocks_is_bleu_of_all_sentences_together(
     zoo: Path, result: dict[str, Any]
 ) -> None:
@@ -201,6 +204,7 @@ def test_the_same_translations_lead_by_nothing(result: dict[str, Any]) -> None:
     assert summarize_translation(again)["copy of it"]["lead"] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_trained_is_named_with_its_recipe(
     zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,11 +298,13 @@ def test_passes_are_those_of_the_method(result: dict[str, Any]) -> None:
     assert figures["teacher, jacobi"]["bleu"] == figures[PLAIN]["bleu"]
 
 
+@pytest.mark.slow
 def test_without_lengths_the_table_has_rows_of_the_papers_length_beam(zoo: Path) -> None:
     few = measured(zoo, lengths=(), iterations=(1,), rounds=1, sentences=2)
     assert {"mask_predict, T 1, 3 lengths", "mask_predict, T 1, 5 lengths"} <= few["figures"].keys()
 
 
+@pytest.mark.slow
 def test_a_large_batch_translates_as_one_sentence_does(zoo: Path) -> None:
     found = {role: _wide(model) for role, model in load_translators_by_role(names(zoo)).items()}
     ids = [found["teacher"].tokenizer.encode(text) for text in ENGLISH[:4]]
@@ -315,6 +321,7 @@ def _wide(model: Seq2Seq) -> Seq2Seq:
     return Seq2Seq(model.config, weights, model.tokenizer, model.name)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on(
     zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +352,7 @@ def test_an_interrupted_run_goes_on(
         measured(zoo, resume=True)
 
 
+@pytest.mark.slow
 def test_the_tables_and_pictures_of_both_experiments(zoo: Path, result: dict[str, Any]) -> None:
     other = measured(
         zoo, experiment="iterations", iterations=(1, 2, 3), lengths=(1, 2), rounds=1, sentences=4
@@ -384,6 +392,7 @@ def test_wrong_input_is_one_line(zoo: Path) -> None:
         measured(zoo, experiment="tabel")
 
 
+@pytest.mark.slow
 def test_the_command_writes_all_three(
     zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

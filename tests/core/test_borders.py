@@ -412,6 +412,7 @@ print("sound")
     "libasan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer takes all addresses"
 )
 @pytest.mark.parametrize("what", ["index", "forest"])
+@pytest.mark.slow
 def test_what_memory_has_no_room_for_is_not_appended_by_half(what: str) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", EXHAUST, what], capture_output=True, text=True, timeout=300

@@ -267,6 +267,7 @@ def test_a_feed_that_changes_while_it_is_read_is_an_error() -> None:
                 engine.run(x, 0, 2, [feed], 1)
 
 
+@pytest.mark.slow
 def test_more_threads_than_there_may_be_take_no_more_memory() -> None:
     """In a process of its own, as threads stay."""
     code = (

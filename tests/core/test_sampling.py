@@ -40,6 +40,7 @@ def test_a_draw_is_a_token_that_the_distribution_allows(row: FloatRow, data: st.
 
 
 @given(VOCABULARY_SIZES.flatmap(tree_walks))
+@pytest.mark.slow
 def test_a_walk_uses_one_uniform_a_tested_node_and_one_for_the_draw(case: WalkCase) -> None:
     path, _, rejected, used = _core.verify_tree(*case)
     assert used == len(path) + len(rejected) + 1

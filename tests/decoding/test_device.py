@@ -82,6 +82,7 @@ def test_the_text_is_the_hosts(
 @pytest.mark.parametrize("declared", [True, False])
 @pytest.mark.parametrize("sampling", WARPS, ids=str)
 @pytest.mark.usefixtures("away")
+@pytest.mark.slow
 def test_the_host_waits_once_a_round(
     sampling: SamplingParams, declared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def test_asking_one_key_twice_is_an_error(rng):
         rng.split("draft", 0)
 
 
+@pytest.mark.slow
 def test_seeds_are_the_same_in_another_process():
     code = (
         "from tinyspec.decoding.rng import Seeded; print(Seeded(7).split('draft', "

@@ -358,6 +358,7 @@ def trained(exits: ExitLosses, steps: int = 90) -> Model:
     return model.to(dtype=torch.float32)
 
 
+@pytest.mark.slow
 def test_a_model_that_was_taught_so_drafts_better_from_its_middle_than_one_that_was_not() -> None:
     kept, prompts = {}, texts(torch.Generator().manual_seed(9), 5, 6).tolist()
     recipe = ExitLosses("sum", curriculum="rotational", rotation=2, p_max=0.1)

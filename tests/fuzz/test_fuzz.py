@@ -16,6 +16,7 @@ EACH = 20  # inputs of each class
 SEED = 1
 
 
+@pytest.mark.slow
 def test_no_input_of_a_fixed_share_breaks_it() -> None:
     inputs = [(kind, SEED + i) for i in range(EACH) for kind in CLASSES]
     outcomes = list(try_inputs(inputs))

@@ -44,6 +44,7 @@ def judge_reference(name: str) -> tuple[Evidence, ...]:
 
 
 @pytest.mark.parametrize("name", TASKS)
+@pytest.mark.slow
 def test_the_reference_keeps_every_law(name: str) -> None:
     for evidence in judge_reference(name):
         assert evidence.cases > 10, evidence.law
@@ -858,6 +859,7 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
 @pytest.mark.parametrize(
     ("task", "function", "law"), WRONG, ids=lambda value: getattr(value, "__name__", None)
 )
+@pytest.mark.slow
 def test_a_mistake_breaks_the_law_meant_for_it(
     task: str, function: Callable[..., Any], law: str
 ) -> None:
@@ -916,6 +918,7 @@ def test_the_starter_fails_every_task_and_leaks_nothing(folder: Path) -> None:
     assert text.count("write me") == 5 and text.count(">>>") == solution.count(">>>")
 
 
+@pytest.mark.slow
 def test_the_reference_through_the_child_process(folder: Path) -> None:
     shutil.copy(FOLDER / "reference.py", folder / "submission.py")
     graded = grading.grade_folder(ASSIGNMENT, folder)
@@ -1050,6 +1053,7 @@ def rewound_early(
 
 
 @pytest.mark.parametrize("function", [cut_late, rewound_early])
+@pytest.mark.slow
 def test_other_right_ways_are_right(function: Callable[..., Any]) -> None:
     judge_laws(TASKS["generate"], function)
 

@@ -151,6 +151,7 @@ def test_the_examples_by_hand() -> None:
 # ---------------------------------------------------------------------- through the child process
 
 
+@pytest.mark.slow
 def test_the_reference_through_the_child_process(tmp_path: Path) -> None:
     (tmp_path / "submission.py").write_text(
         (FOLDER / "reference.py").read_text(encoding="utf-8"), encoding="utf-8"
@@ -159,6 +160,7 @@ def test_the_reference_through_the_child_process(tmp_path: Path) -> None:
     assert graded.score == graded.max_score == 100, graded.problem
 
 
+@pytest.mark.slow
 def test_half_of_it_through_the_child_process(tmp_path: Path) -> None:
     """A forgotten renormalisation, in the words of the hand-out.
 

@@ -1262,6 +1262,7 @@ def handed_in(folder: Path, text: str) -> dict[str, Any]:
     return {result.task.name: result for result in report.results}
 
 
+@pytest.mark.slow
 def test_the_reference_has_all_points_in_a_child_process(tmp_path: Path) -> None:
     results = handed_in(tmp_path, (FOLDER / "reference.py").read_text(encoding="utf-8"))
     assert sum(result.score for result in results.values()) == 100
@@ -1292,6 +1293,7 @@ HALF_DONE = (
 )
 
 
+@pytest.mark.slow
 def test_half_done_work_is_shown_which_law_it_breaks_and_where(tmp_path: Path) -> None:
     text = (FOLDER / "reference.py").read_text(encoding="utf-8")
     for right, wrong in HALF_DONE:

@@ -67,6 +67,7 @@ def test_the_examples_in_the_docstrings() -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("cases", [PUBLIC, Cases(seed=5, times=2)], ids=["public", "other"])
+@pytest.mark.slow
 def test_the_reference_holds_every_law(name: str, cases: Cases) -> None:
     result = judge(name, getattr(REFERENCE, name), cases)
     assert result.score == TASKS[name].points, report.explain_result(result)
@@ -306,6 +307,7 @@ SAVED = {
 
 
 @pytest.mark.parametrize("name", SAVED)
+@pytest.mark.slow
 def test_heads_that_were_not_trained_for_it_are_refused(name: str) -> None:
     make, law = SAVED[name]
     result = judge("trained_heads", make)
@@ -347,6 +349,7 @@ def test_each_mistake_costs_in_its_own_task_alone(tmp_path: Path) -> None:
     assert "\n".join(report.describe_counterexample(loss)) in HANDOUT
 
 
+@pytest.mark.slow
 def test_a_submission_has_torch_and_nothing_else(tmp_path: Path) -> None:
     for first in ("import torch._dynamo\n", "import tinyspec.lm\n"):
         folder = write_submission(tmp_path, first + SOURCE)
@@ -393,6 +396,7 @@ def test_a_large_tensor_and_a_damaged_one_are_refused() -> None:
 # ---------------------------------------------------------------------- the training
 
 
+@pytest.mark.slow
 def test_the_training_saves_what_the_grader_and_the_library_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,6 +202,7 @@ NEWEST = ("            unread = [*text, *drafted][len(draft) :]\n",
 @pytest.mark.parametrize(
     "slips", [(TOP_P, NOT_CAPPED, NOT_NORMALISED, FROM_P), (TOP_P, NOT_NORMALISED, FROM_P, NEWEST)]
 )
+@pytest.mark.slow
 def test_four_natural_slips_leave_at_least_half_of_the_points(slips: Any, tmp_path: Path) -> None:
     """Top-p is a token short, the acceptance may exceed 1, the residual is not normalised, and a
     rejected token is drawn from p again. Or the draft never reads the last token of a draft that
@@ -259,6 +260,7 @@ def generate(target, draft, prompt, n, gamma, eos, knobs, chance):
 """
 
 
+@pytest.mark.slow
 def test_functions_that_do_not_try_earn_little(tmp_path: Path) -> None:
     """Plain decoding is half of the loop. Functions that return what lies at hand earn little."""
     scores = score_a1(tmp_path, f"from fractions import Fraction\n{NO_IDEA}")
@@ -279,6 +281,7 @@ def remove_bodies(*names: str) -> str:
     return REFERENCE + "".join(f"\ndef {name}(*given):\n{UNWRITTEN}" for name in names)
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_helper_costs_once(tmp_path: Path) -> None:
     scores = score_a1(
         tmp_path, edit_reference(TOP_P, NOT_NORMALISED), "residual", "verify", "generate"
@@ -286,6 +289,7 @@ def test_a_mistake_in_a_helper_costs_once(tmp_path: Path) -> None:
     assert scores == {"residual": 5, "verify": 25, "generate": 30}
 
 
+@pytest.mark.slow
 def test_what_is_not_written_earns_nothing_and_what_builds_on_it_everything(tmp_path: Path) -> None:
     scores = score_a1(tmp_path, remove_bodies("warp", "acceptance", "residual", "verify"))
     assert scores == {"warp": 0, "acceptance": 0, "residual": 0, "verify": 0, "generate": 30}
@@ -424,6 +428,7 @@ def test_every_task_can_be_a_homework_alone(name: str) -> None:
         assert mine == {task.name, *task.uses}
 
 
+@pytest.mark.slow
 def test_a_homework_is_judged_with_the_reference_in_place_of_earlier_ones(tmp_path: Path) -> None:
     """The starter of A1.5 with `generate` written, and nothing else, has full marks."""
     source = f"{make_starter(SECOND)}\n\n{extract_helpers(REFERENCE, ['generate'])}"
@@ -491,6 +496,7 @@ def test_the_table_counts_the_laws_that_hold(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- reports for machines
 
 
+@pytest.mark.slow
 def test_json_and_gradescope_have_the_points_of_every_law(tmp_path: Path) -> None:
     report = grading.grade_folder(
         A1, submit(tmp_path, edit_reference(NOT_CAPPED, FROM_P)), limits=SLOW

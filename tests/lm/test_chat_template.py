@@ -146,6 +146,7 @@ for template in sys.stdin.read().split("\\0"):
 """
 
 
+@pytest.mark.slow
 def test_a_greedy_template_is_stopped_before_it_has_a_gigabyte() -> None:
     """One process with a gigabyte renders all of them, and each gets its line."""
     done = subprocess.run(

@@ -87,6 +87,7 @@ print(whole, read("VmHWM") - before, read("VmRSS") - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.skipif(_core.compute is None, reason="not compiled: nothing is packed")
+@pytest.mark.slow
 def test_weights_are_in_memory_once_also_while_they_are_packed() -> None:
     done = subprocess.run(
         [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True

@@ -133,6 +133,7 @@ def test_smollm2_splits_digits_one_by_one_as_its_own_tokenizer_does(smollm2):
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_the_fetched_folder_splits_digits_too_and_its_chat_begins_with_the_system_prompt():
     path = models.find_model("smollm2")
     if path is None:

@@ -162,6 +162,7 @@ with tempfile.NamedTemporaryFile() as file:
 @pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "malloc_info"), reason="heaps are counted by glibc"
 )
+@pytest.mark.slow
 def test_threads_that_start_later_share_one_heap() -> None:
     """Else eight threads have eight more of them, and a server's memory grows."""
     done = subprocess.run(

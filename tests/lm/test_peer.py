@@ -30,6 +30,7 @@ def splits(draw: st.DrawFn, length: int) -> list[int]:
 
 @settings(max_examples=60, deadline=None)
 @given(config=configs(), seed=st.integers(0, 3), data=st.data())
+@pytest.mark.slow
 def test_logits_equal_transformers_for_any_config_prompt_and_split(
     tmp_path_factory, config, seed, data
 ):

@@ -94,6 +94,7 @@ def lawful(session: Session, t: TokenTree) -> None:
 
 @settings(max_examples=120, deadline=None)
 @given(st.sampled_from(MODELS), st.data())
+@pytest.mark.slow
 def test_every_way_to_a_text_gives_the_logits_of_one_token_steps(
     m: Model, data: st.DataObject
 ) -> None:

@@ -311,6 +311,7 @@ TestRequests = Requests.TestCase
 
 
 @pytest.mark.parametrize("mutant", [*CHUNKS, *SHARED], ids=lambda mutant: mutant.name)
+@pytest.mark.slow
 def test_the_machine_sees(mutant: Mutant) -> None:
     """Whether a defect shows may depend on which thread is faster: then Hypothesis says Flaky."""
     with mutant.applied(), pytest.raises((AssertionError, Flaky)):

@@ -94,6 +94,7 @@ def test_logits_that_were_handed_out_stay_as_they_were() -> None:
     assert torch.equal(first, kept)
 
 
+@pytest.mark.slow
 def test_a_finished_session_leaves_its_store_and_its_steps_to_the_next() -> None:
     still = steady(model())
     static = still._static

@@ -25,6 +25,7 @@ from tinyspec.nonautoregressive.flow import (
 )
 
 
+@pytest.mark.slow
 def test_the_determinant_is_that_of_torchs_own_jacobian() -> None:
     """Texts of at most twelve numbers, in float64, in both directions."""
     for seed, settings, source in product(range(3), SHAPES, SOURCES[:2]):

@@ -203,6 +203,7 @@ def test_layers_of_the_flow_are_counted_in_the_pass() -> None:
     assert [call.row_layers for call in passes] == [flow + rows, flow + 2 * rows, flow + 2 * rows]
 
 
+@pytest.mark.slow
 def test_the_bound_rises_with_the_latent_vectors_of_an_estimate() -> None:
     """In expectation (Burda et al. 2016): more draws from the posterior, a tighter bound."""
     settings, model = SHAPES[0], random_flower(1, SHAPES[0])

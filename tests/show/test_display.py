@@ -144,6 +144,7 @@ def test_the_newest_text_is_shown(lanes: list[Lane]) -> None:
 
 
 @pytest.mark.parametrize("speed", [0.25, 1.0, 4.0])
+@pytest.mark.slow
 def test_a_playback_stretches_all_clocks_alike(
     lanes: list[Lane], speed: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -291,6 +291,7 @@ def test_no_token_is_likelier_than_its_parent(output: list[int], further: float,
 
 
 @pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.slow
 def test_copy_continues_after_a_substituted_word(skip: bool) -> None:
     """Every eighth token of the text is another than the source's: no suffix of the text is known
     after it.

@@ -54,6 +54,7 @@ def test_trap_a_resting_head_misses_nothing() -> None:
 
 
 @pytest.mark.parametrize(("method", "rounds"), [*((one, 1) for one in METHODS), ("medusa", 8)])
+@pytest.mark.slow
 def test_the_feature_laws_hold_for_a_head_in_auto(
     method: str, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +98,7 @@ def headed_cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("case", headed_cases(), ids=lambda case: f"{case.law}: {case.title}")
+@pytest.mark.slow
 def test_the_laws_hold_under_every_policy_with_a_head(
     case: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def mean_accepted(verifier, p, q, gamma):
     return sum(n * probability for n, probability in Exhaustive.walk(play))
 
 
+@pytest.mark.slow
 def test_printed_algorithm_is_proved_exact() -> None:
     assert check(verify_block, random_cases=5, calls=0)
 

@@ -49,6 +49,7 @@ def test_trap_siblings_are_drawn_as_declared() -> None:
     assert traps.siblings_are_drawn_as_declared(CARD).branches > 50
 
 
+@pytest.mark.slow
 def test_a_target_with_learned_positions_has_pair_i_at_position_i() -> None:
     """Laws F1 and F2 on a GPT-2: its positions are added in the target, and rotated in the head."""
 
@@ -168,6 +169,7 @@ def test_nothing_follows_the_end_of_a_text() -> None:
     assert set(propose(decoder).parents) == {ROOT}
 
 
+@pytest.mark.slow
 def test_a_head_proposes_only_tokens_of_its_vocabulary() -> None:
     """Its rows are not ids: the vocabulary leaves out token 1."""
     card = replace(CARD, trained=TRAINED._replace(small=HeadSettings(draft_vocab=3)))

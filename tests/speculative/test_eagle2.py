@@ -30,6 +30,7 @@ def test_trap_the_best_nodes_of_a_depth_are_expanded() -> None:
     assert traps.best_nodes_are_expanded(CARD.make).branches == 3 * (2 + 2 + 2)
 
 
+@pytest.mark.slow
 def test_a_draft_token_is_what_the_training_forward_says() -> None:
     make = partial(CARD.make, nodes=20, depth=4, width=3)
     forward = partial(feature_laws.trained_forward, CARD)
@@ -75,6 +76,7 @@ def test_a_depth_is_one_pass_of_at_most_width_nodes() -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4, 7, 20])
+@pytest.mark.slow
 def test_nodes_of_which_no_child_is_kept_do_not_run(nodes: int) -> None:
     """The draft is the best part of what all levels would propose, and takes fewer rows."""
     text = (1, 2, 3)

@@ -79,6 +79,7 @@ def normalized(weights: Sequence[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("sampling", WARPS, ids=str)
+@pytest.mark.slow
 def test_one_seed_one_text_whoever_drafts_also_nobody(sampling: SamplingParams) -> None:
     stop = StoppingCriteria(max_new_tokens=20)
     for seed in range(5):

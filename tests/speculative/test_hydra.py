@@ -45,6 +45,7 @@ def test_trap_children_depend_on_their_parents() -> None:
     assert traps.children_depend_on_their_parents(CARD.make).cases == 2
 
 
+@pytest.mark.slow
 def test_hydra_plus_plus_keeps_every_law() -> None:
     card = traps.hydra_of(traps.PLUS)
     assert sum(found.cases for found in prove_technique(card, Profile("once", (0,), None))) > 100

@@ -122,6 +122,7 @@ def test_nothing_follows_the_end_of_a_text() -> None:
     assert set(tree.parents) == {ROOT}
 
 
+@pytest.mark.slow
 def test_a_head_proposes_only_tokens_of_its_vocabulary() -> None:
     """Its rows are not ids: the vocabulary leaves out token 1."""
     small = CARD.trained._replace(small=MedusaSettings(draft_vocab=3, heads=2))  # type: ignore[union-attr]

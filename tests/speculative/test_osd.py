@@ -212,6 +212,7 @@ def acceptance(models: tuple[Model, Model], requests: int, **knobs: Any) -> list
 
 
 @pytest.mark.parametrize("loss", ["kl", "jsd"])
+@pytest.mark.slow
 def test_a_stream_of_requests_raises_the_acceptance(loss: str) -> None:
     """A draft that does not know its target learns it; the same draft without updates does not."""
     models = pair(3)

@@ -100,6 +100,7 @@ def test_the_draft_of_a_text_does_not_depend_on_the_past() -> None:
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.7, top_k=3), GREEDY])
+@pytest.mark.slow
 def test_the_joint_distribution_is_the_targets_in_every_state(sampling: SamplingParams) -> None:
     for seed in range(3):
         knobs = {"nodes": 7, "prompts": 2}

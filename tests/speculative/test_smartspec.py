@@ -75,6 +75,7 @@ def test_a_request_that_is_drafted_badly_stops_and_tries_again_later() -> None:
 
 
 @pytest.mark.parametrize("per", ["request", "batch"])
+@pytest.mark.slow
 def test_a_batch_writes_what_plain_decoding_writes(per: str) -> None:
     plain = texts_of(decode_batch("autoregressive")[0])
     assert texts_of(decode_batch("smartspec", per=per)[0]) == plain

@@ -85,6 +85,7 @@ def of_two_models(q: Exact, k: int, rng: Any) -> tuple[list[int], list[Exact]]:
     return [rng.draw(row) for row in dists], dists
 
 
+@pytest.mark.slow
 def test_printed_algorithm_is_what_runs() -> None:
     """`multi_step_sampling` has the outcomes of `verify_tree_multi_step` below one node."""
     assert compare_on_siblings(multi_step_sampling, verify_tree_multi_step, of_two_models) > 1000

@@ -55,6 +55,7 @@ def some(v: int, n: int, seed: int = 0):
 # ------------------------------------------------------------------ what makes it SpecTr
 
 
+@pytest.mark.slow
 def test_printed_algorithm_is_what_runs() -> None:
     """`select_k_seq` has the outcomes of `verify_tree_k_seq` below one node."""
 

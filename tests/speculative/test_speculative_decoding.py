@@ -75,6 +75,7 @@ def test_the_joint_distribution_of_three_tokens_is_the_targets(
         ) == exact_distribution(lambda p=p: plain(p, sampling), 3)  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_printed_algorithm_is_proved_exact() -> None:
     assert check(verify_chain, random_cases=5, calls=0)
 

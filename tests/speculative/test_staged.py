@@ -143,6 +143,7 @@ def test_trap_the_second_stage_keeps_the_distribution_of_the_tree() -> None:
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(), SamplingParams(0.5), SamplingParams(0.0)], ids=str
 )
+@pytest.mark.slow
 def test_the_joint_distribution_is_the_targets(children: str, sampling: SamplingParams) -> None:
     plain = exact_distribution(
         lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2

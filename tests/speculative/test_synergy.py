@@ -46,6 +46,7 @@ def test_length_0_decodes_plainly_and_runs_no_draft_model() -> None:
     assert {one.model for one in log if not any(one.prefill)} == {"target"}
 
 
+@pytest.mark.slow
 def test_a_profile_is_measured_on_batches_that_decode() -> None:
     """A clock that forward passes move: 1 second and 1/100 a row of the target, 1/10 of the draft."""
     seconds = [0.0]
@@ -73,6 +74,7 @@ def test_a_profile_is_measured_on_batches_that_decode() -> None:
     assert len(reach) == 3 and sorted(reach, reverse=True) == [*reach]
 
 
+@pytest.mark.slow
 def test_acceptance_is_measured_on_the_texts_of_all_who_ask() -> None:
     """The texts are drafted unequally well."""
 

@@ -296,6 +296,7 @@ def test_a_draft_in_the_zoo_is_used_without_being_named(
     assert made.stats.draft_calls > 0
 
 
+@pytest.mark.slow
 def test_distilling_brings_the_draft_nearer_to_its_target(zoo: Zoo, tmp_path: Path) -> None:
     """From random weights: 50 steps on 24 texts, and the loss falls."""
     out = tmp_path / "draft"

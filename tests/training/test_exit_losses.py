@@ -157,6 +157,7 @@ def test_the_loss_is_the_weighted_mean_of_the_exits_cross_entropies() -> None:
     ) == pytest.approx(float(each[-1]))
 
 
+@pytest.mark.slow
 def test_a_recipe_trains_its_exits_and_the_card_says_what_each_is_worth(zoo: Path) -> None:
     taught = 'weights = "linear"\ncurriculum = "rotational"\nrotation = 2\np_max = 0.1\n'
     for name, tokenizer, section in (

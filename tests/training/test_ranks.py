@@ -71,6 +71,7 @@ def work(folder: Path, ranks: int, pieces: int) -> dict[str, torch.Tensor]:
     return weights
 
 
+@pytest.mark.slow
 def test_two_ranks_are_two_pieces_bit_for_bit(tmp_path: Path) -> None:
     """With dropout, an average, both optimizers, validation, and a training that went on."""
     one = work(tmp_path / "one", ranks=1, pieces=2)

@@ -120,6 +120,7 @@ def run(zoo: Path, name: str, **options: Any) -> bool:
     return train_mt(zoo / name / "recipe.toml", zoo / name, **options).finished
 
 
+@pytest.mark.slow
 def test_a_teacher_and_its_students_are_trained_and_find_each_other(zoo: Path) -> None:
     with pytest.raises(TinyspecError, match=r"the model .* is not there: train it first"):
         run(zoo, "nat")

@@ -133,6 +133,7 @@ def test_a_model_that_was_not_tuned_is_told_so(method: str, zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_an_interrupted_tuning_ends_with_the_same_weights(
     method: str, zoo: Zoo, tmp_path: Path, monkeypatch: Any
 ) -> None:
