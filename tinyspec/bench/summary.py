@@ -36,8 +36,8 @@ OPTIONAL = (
     "bench-stored", "bench-smollm2-heads", "batches", "batches-smollm2",
     "batches-long", "clients", "serve-smollm2", "streams", "streams-apar", "bench-quantized-draft",
     "heads-eesd", "exits-consistent", "bench-speed", "bench-head-cost", "heads-sizes-smollm2",
-    "dialects-flowseq", "exits-hash", "bench-kangaroo", "bench-space", "bench-medusa2",
-    "bench-cllm", "exits-free", "exits-skip", "translation-sat",
+    "dialects-deep", "dialects-flowseq", "exits-hash", "bench-kangaroo", "bench-space",
+    "bench-medusa2", "bench-cllm", "exits-free", "exits-skip", "translation-sat",
 )  # fmt: skip
 """The results that the page quotes as soon as the folder has them."""
 UNTIMED = (
