@@ -12,10 +12,10 @@ depends on a guess. More processors save time; no work is saved.
     steps(l)       = d l - (l - 1) match (d - dbar)                 layer-steps on k + 1 processors
     evaluations(l) = d l + (l - 1) (d - dbar) (k - match)           layer evaluations of l tokens
 
-where `match` is the share of positions whose token was among the guesses. When a
-branch runs layer j, it needs the newest token's keys of layer j, and the main process has made them
-dbar layers before. dbar may not be less than half of d: a branch would have to guess the next token
-before its own token is known.
+where `match` is the share of positions whose token was among the guesses. When a branch runs layer
+j, it needs the newest token's keys of layer j, and the main process has made them dbar layers
+before. dbar may not be less than half of d: a branch would have to guess the next token before its
+own token is known.
 
 Guarantee: EXACT, greedy or sampled.
 Pitfall: leaving early without finishing the token, which changes the text; counting time as if the

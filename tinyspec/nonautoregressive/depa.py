@@ -37,10 +37,9 @@ teacher's, which did not learn them, and their residual stream keeps the first. 
 reset between phases. In the code a position also attends to itself; here the mask of the last phase
 is that of `parallel`. A LENGTH token tells the length, where the code predicts its difference from
 the source's. The code tries the lengths around that one: `around` does so. In the code begin and
-end are positions of a text, with embeddings that are not transformed. The code scales no
-embedding; ours are multiplied by sqrt(d), and so is their mixture. What the backward phase is worth
-no test shows: the recipe does, with and without it. GLAT, the second base model of the paper, is
-not here.
+end are positions of a text, with embeddings that are not transformed. The code scales no embedding;
+ours are multiplied by sqrt(d), and so is their mixture. No test shows what the backward phase is
+worth: the recipe does, with and without it. GLAT, the second base model of the paper, is not here.
 """
 
 import math

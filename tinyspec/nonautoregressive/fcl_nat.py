@@ -40,10 +40,10 @@ Left out: rows of the mask that are opened one by one (an option of the code). C
 are drawn for each sentence, where the code draws once for a batch, and counts its padding. A LENGTH
 token tells the length, where the code adds a fixed offset to the source's length. The code tries
 the lengths around that one; here the likeliest are tried, or with `around` those around the
-likeliest. Their curriculum is the whole training, and the mask is open in nearly all of its
-steps. In our recipe the curriculum begins at half of the training, so `parallel` has twice as many
-steps with an open mask in equal time. While the mask is causal, the text has one more position for
-its end, as the teacher's has.
+likeliest. Their curriculum is the whole training, and the mask is open in nearly all of its steps.
+In our recipe the curriculum is the first half, and the mask is open in the second half alone. So
+`parallel` has twice as many steps with an open mask in equal time. While the mask is causal, the
+text has one more position for its end, as the teacher's has.
 The numbers of the sections are from memory of the paper.
 """
 

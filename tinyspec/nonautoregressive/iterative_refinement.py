@@ -34,7 +34,7 @@ distance of the two is 0). The authors' code waits for five translations.
 Left out: positional attention ([shape] positional adds it); removing repeated words from the
 translations that are scored. The weights w of the code are .633, .367, .1, .1, by a slip of a
 range. No model is trained with one decoder for all passes, or on the last words without the last
-states. What denoising is worth `bench dialects` shows.
+states. `bench dialects` shows what denoising is worth.
 """
 
 from collections import Counter
