@@ -337,6 +337,10 @@ def test_a_method_names_the_result_pages_that_have_a_row_of_it(tmp_path: Path) -
     (tmp_path / "README.md").write_text("| llma | all |\n")
     assert list_measurements("llma", tmp_path) == ["one.md", "two.md"]
     assert list_measurements("llma", tmp_path / "nowhere") == []
+    (tmp_path / "mpee.md").write_text("| at 30% | 1.2 |\n")
+    (tmp_path / "words.md").write_text("| mask-predict, T 2 | 8.0 |\n| teacher, jacobi | 36 |\n")
+    for name, page in (("mpee", "mpee"), ("mask_predict", "words"), ("jacobi", "words")):
+        assert list_measurements(name, tmp_path) == [f"{page}.md"]
     assert "measured in tutorials/results: serve" in run("methods", "sarathi").output
 
 

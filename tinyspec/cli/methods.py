@@ -110,10 +110,19 @@ def link_papers(papers: str) -> str:
 
 
 def list_measurements(name: str, folder: Path) -> list[str]:
-    """Return the result pages that have a row of a method; none where the folder is missing."""
-    row = re.compile(rf"^\| {re.escape(name)}[ :,]", re.MULTILINE)
-    pages = (page for page in sorted(folder.glob("*.md")) if page.name != "README.md")
-    return [page.name for page in pages if row.search(page.read_text(encoding="utf-8"))]
+    """Return the result pages that have a row of a method; none where the folder is missing.
+
+    A row may have a hyphen or a space for "_", and the model before the method. A page with the
+    name of the method is about it.
+    """
+    spelt = re.escape(name).replace("_", "[_ -]")
+    row = re.compile(rf"^\| (?:\w+, )?{spelt}[ :,]", re.MULTILINE)
+    return [
+        page.name
+        for page in sorted(folder.glob("*.md"))
+        if page.stem == name
+        or (page.name != "README.md" and row.search(page.read_text(encoding="utf-8")))
+    ]
 
 
 def describe_card(card: "Card") -> str:
