@@ -115,14 +115,9 @@ def list_measurements(name: str, folder: Path) -> list[str]:
     A row may have a hyphen or a space for "_", and the model before the method. A page with the
     name of the method is about it.
     """
-    spelt = re.escape(name).replace("_", "[_ -]")
-    row = re.compile(rf"^\| (?:\w+, )?{spelt}[ :,]", re.MULTILINE)
-    return [
-        page.name
-        for page in sorted(folder.glob("*.md"))
-        if page.stem == name
-        or (page.name != "README.md" and row.search(page.read_text(encoding="utf-8")))
-    ]
+    row = re.compile(rf"^\| (?:\w+, )?{name.replace('_', '[_ -]')}[ :,]", re.MULTILINE)
+    pages = (page for page in sorted(folder.glob("*.md")) if page.name != "README.md")
+    return [p.name for p in pages if p.stem == name or row.search(p.read_text(encoding="utf-8"))]
 
 
 def describe_card(card: "Card") -> str:
