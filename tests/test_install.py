@@ -83,7 +83,6 @@ def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("wheel", clone, tmp_path_factory.mktemp("wheel"))
 
 
-@pytest.mark.slow
 def test_an_editable_install_is_a_plain_path(clone: Path, editable: Path) -> None:
     [path] = editable.glob("*.pth")
     assert path.read_text(encoding="utf-8").split() == [str(clone)]

@@ -85,15 +85,15 @@ def test_greedy_text_is_plain_decodings_to_the_last_token(
     if card.cyclic:  # its layers repeat, so it is another model
         texts = [tinyspec.generate(target, prompt, max_new_tokens=64) for prompt in PROMPTS]
         plain = [tokens_and_logprobs(text) for text in texts]
-    n = 64 if card.trained is None else 24  # a random head is rejected: a round for each token
-    options: dict[str, Any] = {"method": method, "draft": draft, "max_new_tokens": n, **knobs}
-    plain = [(tokens[:n], logprobs[:n]) for tokens, logprobs in plain]
+    options: dict[str, Any] = {"method": method, "draft": draft, "max_new_tokens": 64, **knobs}
+    first = 0 if card.trained is None else 4  # a random head is rejected whatever the prompt says
+    prompts, plain = PROMPTS[first:], plain[first:]
     if card.copies:
         options["references"] = [" ".join(PROMPTS)]
-    for prompt, expected in zip(PROMPTS, plain, strict=True):
+    for prompt, expected in zip(prompts, plain, strict=True):
         assert tokens_and_logprobs(tinyspec.generate(target, prompt, **options)) == expected
     assert [
-        tokens_and_logprobs(row) for row in tinyspec.generate(target, PROMPTS, **options)
+        tokens_and_logprobs(row) for row in tinyspec.generate(target, prompts, **options)
     ] == plain
 
 

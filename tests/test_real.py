@@ -47,7 +47,6 @@ def test_as_its_file_stores_it_it_has_the_logits_of_bfloat16_on_twenty_prompts()
         assert torch.equal(stored.logits(ids), whole.logits(ids)), item.turns[0][:50]
 
 
-@pytest.mark.slow
 def test_digits_are_split_one_by_one(smollm2) -> None:  # type: ignore[no-untyped-def]
     ids = smollm2.tokenizer.encode("In 1984 there were 365 days, 24 hours each")
     pieces = [smollm2.tokenizer.decode([i]) for i in ids]

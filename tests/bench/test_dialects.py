@@ -95,7 +95,6 @@ def dialects_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[s
     return folder, json.loads((folder / "d.json").read_text(encoding="utf-8")), done.stdout
 
 
-@pytest.mark.slow
 def test_every_kind_has_every_model_and_its_figures_follow_from_the_verdicts(
     dialects_run: Any,
 ) -> None:

@@ -107,7 +107,6 @@ def test_the_classifier_stands_beside_the_copy_and_the_model_is_the_same(
 # ---------------------------------------------------------------------- arms
 
 
-@pytest.mark.slow
 def test_every_technique_of_the_chapter_has_a_row_or_a_reason(result: dict[str, Any]) -> None:
     families = {exit_arms.name_family(label) for label in result["figures"]}
     named = {ArmSpec.parse(family).name for family in families | set(result["skipped"])}

@@ -116,7 +116,6 @@ def result(zoo: Path) -> dict[str, Any]:
     return measured(zoo)
 
 
-@pytest.mark.slow
 def test_figures_follow_from_the_samples(result: dict[str, Any]) -> None:
     assert json.loads(dump_json(summarize_translation(result))) == result["figures"]
     samples = [BlockSample.from_row(row) for row in result["samples"]]

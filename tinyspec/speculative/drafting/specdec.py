@@ -140,9 +140,9 @@ def glance_at_labels(
     generator: torch.Generator,
     dropout: float = 0.0,
 ) -> MaskedBlocks:
-    """Replace some masks of each row by their true tokens, which then are labels no more.
+    """Replace some masks of each row by their true tokens. These are no labels then.
 
-    share  of the number of masks that the model fills wrongly in a row, how many are replaced
+    share  the number of masks to replace in a row, over the number that the model fills wrongly
     """
     inputs, labels = masked
     known = labels != model.config.pad

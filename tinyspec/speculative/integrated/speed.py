@@ -29,9 +29,9 @@ what is begun.
 Pitfall: pipelining layers with different weights, which reads as many weights as before; counting
 ticks as if dropped tokens had cost none.
 Tests: tests/speculative/test_speed.py (the formula for ticks against the code that runs; tokens in
-one tick against the dense pass; a model with repeated layers in every path). Ours, because we could
-not read the paper's: the formula, the default of `exit`, and the weights of the losses. We have not
-found code of the authors.
+one tick against the dense pass; a model with repeated layers in every path).
+Ours, because we could not read the paper's: the formula, the default of `exit`, and the weights of
+the losses. We have not found code of the authors.
 Left out: a head of its own for the early guess: ours is the model's head; a further look at a guess
 after later repetitions; encoder-decoders.
 """
