@@ -534,6 +534,7 @@ WRONG: list[tuple[Any, int, str | None, str]] = [
     ({**PLAIN, "seed": 1.5}, 400, "seed", "1.5"),
     ({**PLAIN, "stop": ["a"] * 5}, 400, "stop", "at most 4"),
     ({**PLAIN, "stop": ""}, 400, "stop", "empty"),
+    ({**PLAIN, "stop": ["a" * 1001]}, 400, "stop", "at most 1000 characters"),
     ({**PLAIN, "n": 2}, 400, "n", "several requests"),
     ({**PLAIN, "n": True}, 400, "n", "True"),
     ({**PLAIN, "logprobs": 3}, 400, "logprobs", "logprobs is 3"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.laws.refutations import PRINTED
 from tests.test_exercises import solutions
 from tinyspec.cli import lessons
 from tinyspec.cli.lessons import (
@@ -59,7 +60,12 @@ def test_a_lesson_runs(path: Path) -> None:
     """Its cells; what the page shows below them; and then the solutions of its exercises."""
     names: dict[str, Any] = {}
     done = [*run_page(path, names)]
-    assert any(output.printed for _, output in done)
+    printed = "".join(f"{output.printed}\n" for _, output in done)
+    assert printed.strip()
+    at, printed = 0, re.sub(r"\d+\.\d s", "# s", printed)
+    for told in PRINTED.get(path.stem, ()):  # in this order
+        assert told in printed[at:]
+        at = printed.index(told, at) + len(told)
     for cell, output in done:
         stale = (
             f"{path.name}:{cell.shown.start}: the cell does not show this any more: tinyspec "

@@ -4,14 +4,18 @@ This holds whichever request comes first, whoever joins, leaves, fails or is can
 every policy. No request waits for ever.
 """
 
+import gc
 import random
 import sys
+import threading
 import time
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
@@ -247,6 +251,18 @@ def write(
     return run
 
 
+def run_for_ever(sessions: "list[weakref.ref[Any]]", scheduler: Scheduler) -> Iterator[int]:
+    """Run passes until it is cancelled. Its session is noted."""
+    session = TARGET.session(None, scheduler)
+    sessions.append(weakref.ref(session))
+    session.extend([1, 2])
+    for number in count():
+        session.score(TokenTree())
+        yield number
+        session.rewind(1)
+        session.append([2])
+
+
 class Arrivals:
     """A policy that asks another one, and first calls what is due: `due[turn](scheduler)`."""
 
@@ -391,6 +407,23 @@ def test_a_pass_that_fails_ends_only_the_request_that_cannot_run(
         assert list(other) == list(write([5, 6], 4)(None))
 
 
+def test_a_pass_of_nobodys_request_that_fails_leaves_the_others_their_turn() -> None:
+    tickets = list[Ticket[int]]()
+
+    class Fails:
+        def forward(self, feeds: Sequence[Any]) -> list[Any]:
+            tickets.append(scheduler.submit(write([1], 2)))
+            while not scheduler._waiting:
+                time.sleep(0.001)
+            raise ValueError("no memory")
+
+    with Scheduler() as scheduler:
+        with pytest.raises(ValueError, match="no memory"):
+            scheduler.forward(Fails(), [])  # type: ignore[arg-type]
+        assert scheduler.join(30)
+        assert len(list(tickets[0])) == 2
+
+
 def test_a_request_that_raises_ends_alone_and_keeps_what_it_yielded() -> None:
     def raises(scheduler: Scheduler) -> Iterator[int]:
         yield from write([2], 2)(scheduler)
@@ -439,6 +472,62 @@ def test_a_request_that_is_cancelled_before_it_starts_never_runs() -> None:
         assert len(list(one)) == 5 and collect(other) == []
         assert isinstance(other.error, RequestCancelled)
         assert {n for entry in scheduler.pass_log for n in entry.requests} == {0}
+
+
+def test_who_is_cancelled_in_the_queue_is_in_nobodys_way() -> None:
+    """A small request does not wait for slots that a large one before it wanted."""
+    begun = threading.Event()
+
+    def small(scheduler: Scheduler) -> Iterator[int]:
+        begun.set()
+        yield from write([3], 1)(scheduler)
+
+    with Scheduler(max_slots=10) as scheduler:
+        running = scheduler.submit(partial(run_for_ever, []), slots=6)
+        large, behind = scheduler.submit(write([2], 1), slots=5), scheduler.submit(small, slots=1)
+        assert scheduler.queued == 2
+        large.cancel()
+        assert begun.wait(30) and len(list(behind)) == 1
+        assert not running.is_done
+
+
+def test_a_request_for_which_there_is_no_thread_ends_with_that_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with Scheduler() as scheduler:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            ticket = scheduler.submit(write([1], 1))
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            list(ticket)
+        assert len(list(scheduler.submit(write([2], 1)))) == 1
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+def test_a_request_that_ends_early_gives_its_cache_back(how: str) -> None:
+    """At once: the error that its ticket keeps holds no session. No garbage is collected."""
+    sessions = list[weakref.ref[Any]]()
+
+    def job(scheduler: Scheduler) -> Iterator[int]:
+        for number in run_for_ever(sessions, scheduler):
+            yield number
+            if how == "failed":
+                raise ValueError("it fails")
+
+    gc.disable()
+    try:
+        with Scheduler() as scheduler:
+            ticket = scheduler.submit(job)
+            assert next(iter(ticket)) == 0
+            ticket.cancel()
+            scheduler.join()
+            assert isinstance(ticket.error, ValueError if how == "failed" else RequestCancelled)
+            assert sessions[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_closed_scheduler_takes_no_request() -> None:
@@ -779,6 +868,24 @@ def test_a_question_is_answered_when_every_request_waits_and_before_the_next_pas
     assert rule.asked == [[0], [1]]
     assert rule.n_decoding == [1, 2]  # of the others, one that asks and one that has decoded
     assert [one.requests for one in scheduler.pass_log] == [(1, 2), (1, 2), (2,)]
+
+
+def test_the_rules_that_nobody_has_asked_for_longest_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduling, "MOST_RULES", 2)
+    made = list[str]()
+
+    def ask(scheduler: Scheduler) -> Iterator[int]:
+        for name in "abacab":
+            rule = Largest()
+            yield scheduler.consult(
+                name, lambda rule=rule, name=name: (made.append(name), rule)[1], 1
+            )
+
+    with Scheduler() as scheduler:
+        assert list(scheduler.submit(ask)) == [1] * 6
+    assert made == ["a", "b", "c", "b"]
 
 
 def test_a_rule_that_fails_fails_in_those_that_ask_it_alone() -> None:

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lm.small import LLAMA, model
+from tests.zoo import failed
+from tests.zoo import run as run_command
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.evidence import LawViolated
 from tinyspec.laws.schedule_laws import scheduled_request_is_alone
@@ -180,6 +182,8 @@ def test_the_card_makes_a_policy_and_no_decoder() -> None:
     assert CARD.policy(budget=64).pick([Pending(0, "m", 1, 99, True, 0)]) == {0: 64}
     with pytest.raises(TinyspecError, match="give it as `tinyspec serve --policy sarathi`"):
         CARD.make(None)  # type: ignore[arg-type]
+    told = failed(run_command("generate", "Once", "--method", "sarathi"))
+    assert "give it as `tinyspec serve --policy sarathi`" in told
     with pytest.raises(TinyspecError, match="llma schedules no requests"):
         find_technique("llma").policy()
 

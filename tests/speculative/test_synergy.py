@@ -94,7 +94,8 @@ def test_a_size_between_two_measured_ones_takes_the_nearest() -> None:
 
 def test_a_table_by_hand_is_checked() -> None:
     assert read_length_table("1@8+5@1") == {8: 1, 1: 5}
-    for wrong in ("", "5", "x@1", "3@0", "-2@1", "1@2@3"):
+    many = "+".join(f"1@{size}" for size in range(1, 66))
+    for wrong in ("", "5", "x@1", "3@0", "-2@1", "1@2@3", many):
         with pytest.raises(TinyspecError, match="draft lengths by batch size"):
             read_length_table(wrong)
 

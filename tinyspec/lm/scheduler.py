@@ -25,6 +25,7 @@ answers when every live request waits.
 
 import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -44,6 +45,7 @@ from tinyspec.lm.transformer import Transformer
 
 T = TypeVar("T")
 JOIN_SECONDS = 5.0  # to wait for cancelled requests: each ends at its next pass
+MOST_RULES = 64  # kept for the next who ask: a client of a server chooses their knobs
 
 
 class RequestCancelled(Exception):
@@ -264,6 +266,7 @@ class Scheduler:
                 if ticket in self._queue:
                     self._queue.remove(ticket)
                     ticket.end(RequestCancelled())
+            self._admit()  # it may have been in the way of smaller ones
             self._ended.notify_all()
 
     def cancel_all(self) -> None:
@@ -320,8 +323,14 @@ class Scheduler:
             ticket = self._queue.popleft()
             self._live[ticket.number] = ticket
             thread = threading.Thread(target=self._work, args=(ticket,), daemon=True)
-            self._threads = [one for one in self._threads if one.is_alive()] + [thread]
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no more threads
+                del self._live[ticket.number]
+                ticket.end(error)
+                self._ended.notify_all()
+            else:
+                self._threads = [one for one in self._threads if one.is_alive()] + [thread]
 
     def _work(self, ticket: Ticket[Any]) -> None:
         self._local.ticket, error = ticket, None
@@ -331,6 +340,7 @@ class Scheduler:
                 ticket.events.put(Event(ticket, item))
         except BaseException as raised:  # whoever reads the ticket gets it
             error = raised
+            traceback.clear_frames(raised.__traceback__)  # else they hold sessions and their caches
         with self.lock:
             ticket.end(error)
             del self._live[ticket.number]
@@ -353,10 +363,11 @@ class Scheduler:
         with self.lock:
             if ticket is None:  # a session that outlived its request, or warms up before it
                 self._computed.wait_for(lambda: not self._is_computing)
-                with self._compute():
-                    ran = model.forward(feeds)
-                self._run_if_all_wait()  # they could not while this thread computed
-                return ran
+                try:
+                    with self._compute():
+                        return model.forward(feeds)
+                finally:
+                    self._run_if_all_wait()  # they could not while this thread computed
             ticket.check_running()
             scores: list[Scores] = self._wait_for(_PassWait(ticket, model=model, feeds=feeds))
             return scores
@@ -462,11 +473,12 @@ class Scheduler:
             for name, its in by_rule.items():
                 questions = {one.ticket.number: one.question for one in its}
                 try:
-                    if name not in self._rules:
-                        self._rules[name] = its[0].make()
+                    self._rules[name] = self._rules.pop(name, None) or its[0].make()
                     answers |= self._rules[name].decide(questions, n_decoding)
                 except BaseException as error:
                     answers |= dict.fromkeys(questions, error)
+        for name in [*self._rules][:-MOST_RULES]:  # those that nobody has asked for longest
+            del self._rules[name]
         for one in asked:
             one.end(answers[one.ticket.number])
 

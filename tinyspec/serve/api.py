@@ -16,7 +16,7 @@ temperature 0, and above it as far as a seed decides the text (`tinyspec methods
     min_p                  answered
     repetition_penalty     answered
     seed                   0 if left out: the same request gives the same reply
-    stop                   a text, or up to 4; none of them is sent
+    stop                   a text, or up to 4, of at most 1,000 characters each; none is sent
     stream                 answered: server-sent events, one for each round, then [DONE]
     stream_options         with stream: true only. include_usage is answered; include_obfuscation is
                            false only
@@ -88,6 +88,7 @@ from tinyspec.lm.tokenizer import Tokenizer
 BODY_LIMIT = 1 << 20  # bytes of a request: some 200,000 tokens, more than any context here
 PROMPT_LIMIT = 64  # prompts of one request
 STOP_LIMIT = 4  # stop strings, as in OpenAI's API
+STOP_CHARACTERS = 1000  # of each; a longer one is looked for in ever more text, at every token
 NUMBER_BITS = 64  # of a whole number: seeds have as many
 RETRY_SECONDS = 1  # a client that finds the queue full may come back after this time
 
@@ -328,10 +329,10 @@ def _read_budget(given: Mapping[str, Any], name: str) -> int:
 
 def _read_stops(stop: Any) -> list[str]:
     stops = [stop] if isinstance(stop, str) else stop
-    expected = f"a text, or a list of at most {STOP_LIMIT} texts"
+    expected = f"a text of at most {STOP_CHARACTERS} characters, or at most {STOP_LIMIT} of them"
     if not isinstance(stops, list) or not all(isinstance(one, str) for one in stops):
         raise _wrong("stop", stop, expected)
-    if len(stops) > STOP_LIMIT:
+    if len(stops) > STOP_LIMIT or any(len(one) > STOP_CHARACTERS for one in stops):
         raise _wrong("stop", stop, expected)
     return stops
 

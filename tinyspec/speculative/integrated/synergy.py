@@ -30,7 +30,7 @@ from typing import Any
 from tinyspec.decoding.costs import CostModel
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.errors import TinyspecError
+from tinyspec.errors import TinyspecError, describe_value
 from tinyspec.speculative.batched import (
     SIZES,
     BatchDrafter,
@@ -39,6 +39,8 @@ from tinyspec.speculative.batched import (
     read_models,
 )
 from tinyspec.technique import Guarantee, Knob, Request, technique
+
+MOST_SIZES = 64  # of a table: it is looked through in every round
 
 
 def best_lengths(
@@ -75,11 +77,12 @@ def read_length_table(text: str) -> dict[int, int]:
     try:
         pairs = [entry.split("@") for entry in text.split("+")]
         table = {int(size): int(length) for length, size in pairs}
-        if min(table) < 1 or min(table.values()) < 0:
+        if min(table) < 1 or min(table.values()) < 0 or len(table) > MOST_SIZES:
             raise ValueError
     except ValueError:
         raise TinyspecError(
-            f"table is {text!r}: it must be draft lengths by batch size, as 5@1+1@8+0@16"
+            f"table is {describe_value(text)}: it must be draft lengths by batch size, as "
+            f"5@1+1@8+0@16, of at most {MOST_SIZES} sizes"
         ) from None
     return table
 
