@@ -30,6 +30,7 @@ from tinyspec.laws.request_laws import expect_no_generator_moves, run_to_end
 from tinyspec.laws.stage import Stage
 from tinyspec.lm.policies import AlignedPolicy, FirstComePolicy, LockstepPolicy
 from tinyspec.lm.scheduler import Scheduler, run_together
+from tinyspec.speculative.integrated.sarathi import SarathiPolicy
 from tinyspec.technique import Card, Guarantee, Request
 
 TRACE_IDENTITIES = "trace identities"
@@ -42,6 +43,7 @@ POLICIES = (
     LockstepPolicy,
     lambda: FirstComePolicy(budget=4, chunk=2),
     lambda: AlignedPolicy(patience=1),
+    lambda: SarathiPolicy(budget=3, least=1),
 )
 STOP_OF_REQUEST = "stop"
 

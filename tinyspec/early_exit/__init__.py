@@ -1,1 +1,1 @@
-"""Chapter 2: early exit. A token leaves the model at the first layer that is confident enough."""
+"""Early exit: tokens run fewer layers, or the first layers draft for the whole model."""

@@ -33,8 +33,8 @@ Guarantee: LOSSY in `threshold`; EXACT at inf, where no token leaves.
 Pitfall: a supervised classifier called a policy; one price of depth for all tokens; a second phase
 that trains all exits, so that nothing is consistent.
 Tests: tests/early_exit/test_consistent_ee.py (`choose_exit` against the code that runs; the mean of
-the sampled gradient is the exact one, on every outcome; the labels; exits that were not chosen get
-no gradient) and laws/exit_laws.py (the exact joint distribution).
+the sampled gradient over all outcomes is (K - 1) / K of the exact one; the labels; exits that were
+not chosen get no gradient) and laws/exit_laws.py (the exact joint distribution).
 Left out: sentences as instances, each with one exit: the paper's encoders. Of the LLaMA code: one
 of the four draws must run all layers, in both phases, so the last exit always has a share of the
 loss; log P is divided by the exit's layer. Ours: the policy of the BERT code reads the states as
@@ -224,7 +224,7 @@ class PolicySettings(HeadSettings):
 class ConsistentSettings(PolicySettings):
     """Section [head] of a recipe, or [translator].
 
-    alpha     the price of a layer, for the easiest tokens
+    alpha     a layer costs alpha (1 - memorized / L); without hardness alpha
     hardness  whether harder tokens pay less for a layer; if not, all pay alpha
     samples   K, exits drawn for each token
     explore   eps at the beginning of a phase

@@ -15,9 +15,9 @@ layers above are still due, because later tokens attend to their keys and values
 Both give the tokens of a decoder that runs the layers above at once and ignores their logits
 (`recompute` of early_exit/exits.py; the paper's `recompute` is `restart` there).
 
-Training. The loss adds up the losses of the exits, L = sum_i w_i CE_i, and each stage of a pipeline
-computes its own. Stage i gets g_i, the gradient of all later losses with respect to its
-output x_i. It backpropagates the scalar
+Training. The loss L is the weighted sum of the exits' losses; l_i is the part of the exits of stage
+i. Stage i gets g_i, the gradient of all later stages' losses with respect to its output x_i. It
+backpropagates the scalar
 
     l_i + <g_i, x_i>        g_i is a constant
 

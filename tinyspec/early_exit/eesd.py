@@ -21,7 +21,7 @@ been judged.
 Training. Cross-entropy of what the target wrote itself (*self-distillation*); the target is frozen.
 
 Guarantee: EXACT, at any temperature: draft tokens are sampled and declare their distributions. The
-length is chosen before a token is drawn, so it cannot depend on one.
+length is chosen before a token is drawn. An end of text stops the draft, and stays in it.
 Pitfall: a control that takes the mean of the beta distribution explores nothing. One that counts
 tokens after a rejected one as rejected underrates the draft. One that looks at the token just drawn
 and takes it back breaks the joint distribution. (To sample the layer of the exit, not the length,

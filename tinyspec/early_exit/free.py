@@ -34,10 +34,10 @@ Guarantee: LOSSY in `threshold`; EXACT at inf, where no token leaves. A token th
 row of its exit, but the keys and values are those of the whole model (*cache-exact*).
 Pitfall: copying states up and calling it FREE; a block without a causal mask inside, which the
 authors' code makes an option; a threshold that is never fitted. States that are compared *before*
-the final norm: later states are longer, so the first layers lengthen theirs, which lengthens the
-later ones too, and the loss grows without end. FREE runs as many layers, but in
-fewer passes: it saves the reading of weights. The estimator costs a product with the output
-matrix for each waiting token.
+the final norm: later states have larger norms, the first layers imitate them, the later norms grow
+again, and the loss diverges. FREE runs as many layers as the full model, but in fewer passes: it
+saves the reading of weights. The estimator costs a product with the output matrix for each waiting
+token.
 State: the pairs outlive a request (`persistent`), one list per model and set of knobs, while the
 model lives. So the text of a seed depends on earlier requests; with `adaptive` off it does not. In
 a batch no text may depend on other requests, so the threshold stays as it is given.
@@ -264,8 +264,8 @@ def align_layers(distances: Sequence[Sequence[float]]) -> list[int]:
 
     distances  [teachers, students] between their states
 
-    From the last teacher down it is the nearest student below the one before; where none is left,
-    that one again.
+    From the last teacher to the first, each takes the nearest student below the one taken last. If
+    none is below, it takes that student again.
 
     >>> align_layers([[1, 3, 9], [5, 2, 1], [4, 1, 3]])
     [0, 0, 1]

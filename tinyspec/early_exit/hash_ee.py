@@ -29,7 +29,7 @@ attention once they have left; Python's `hash`, which differs from process to pr
 buckets of equally many types, the frequency hash puts most tokens of a text into the first one. So
 mean depths differ: compare with `balance = "tokens"`, where each bucket holds equally many tokens.
 Tests: tests/early_exit/test_hash_ee.py (`decode_with_hash` against the code that runs, on every
-outcome; the table; the loss; what training with the hash gives, and a consistent one) and
+outcome; the table; the loss; on made texts, training with the hash and consistency help) and
 laws/exit_laws.py (the exact joint distribution).
 Left out: the hash by mutual information, which needs the labels of a classification, and the one by
 clusters of embeddings. Only the frequency hash has weights in models/: exits-hash/recipe.toml says

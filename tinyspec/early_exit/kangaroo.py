@@ -10,8 +10,8 @@ would say. It has keys and values of its own, and no MLP:
     a_i = s_i + attention(norm(s_0 .. s_i))      the adapter                    [d]
     q(next) = softmax(H norm'(a_i))              H: the target's output matrix  [V]
 
-A draft token runs E layers and the adapter. It ends the draft if the adapter's highest probability
-for it was below `threshold`: the second early exit. The target then runs the layers E + 1 to L of
+A draft token runs E layers and the adapter. It ends the draft if the highest probability of its q
+was below `threshold`: the second early exit. The target then runs the layers E + 1 to L of
 all draft tokens at once, *from the states that the draft has left*: no layer is computed twice.
 
     layer evaluations of a round with n draft tokens = n E + E + (L - E) (n + 1)
@@ -22,12 +22,12 @@ position, on texts that the target wrote.
 Guarantee: EXACT, at any temperature: draft tokens are sampled and declare their distributions.
 Pitfall: the last draft token has no row in the adapter if the whole draft was accepted; without
 its row the next draft is worse, and the output stays right. Law F1 (laws/feature_laws.py) finds it.
-The draft must not stop *because of the token that was drawn*: then it would not follow its declared
-distribution.
+No draft token may be taken back *because of what it is*: then it would not follow its declared
+distribution. (An end of text stops the draft, and stays in it.)
 Tests: tests/early_exit/test_kangaroo.py (layer evaluations; the adapter's rows are those of a dense
 pass; the draft stops after an uncertain token, which stays; a fitted adapter drafts the text).
 Additions of ours: `draft_vocab` restricts H to the target's most frequent tokens; sampling. The
-adapter's output matrix begins at zero. The authors train on conversations (ShareGPT) that the
+adapter's output projection begins at zero. The authors train on conversations (ShareGPT) that the
 target did not write, and also take its distribution as the label.
 Left out: a draft while the text has one token, since no state is known yet.
 """
@@ -118,7 +118,7 @@ def initialize_adapter(
 def initialize_exit_layer(
     target: FrozenTarget, shapes: Mapping[str, tuple[int, ...]], seed: int
 ) -> dict[str, Tensor]:
-    """Return random matrices, norm gains of one, and output matrices of zero.
+    """Return random matrices, norm gains of one, and output projections of zero.
 
     The layer adds nothing at first: its logits are those of an exit whose norm has gains of one.
     """

@@ -164,7 +164,7 @@ def expected_cost(depth: int, layer: int, k: int, match: Any, tokens: int) -> tu
 def resolve_guess_layer(layer: int, depth: int, name: str = "the model") -> int:
     """Return the layer after which the next token is guessed; 0 is two thirds of the depth.
 
-    Raises TinyspecError if the pipeline would need a third stage.
+    Raises TinyspecError if the layer is below half of the depth, or above the depth.
 
     >>> resolve_guess_layer(0, 12), resolve_guess_layer(6, 12)
     (8, 6)

@@ -26,11 +26,11 @@ Tests: tests/early_exit/test_skip_decode.py (`decode_with_schedule` against the 
 every outcome; nested layers; the cost; a batch) and laws/exit_laws.py (the exact joint
 distribution).
 Left out: the paper's table of e_max and e_min by speed-up, which we could not read. Ours: the mean
-of e over N tokens is L / speedup, with e_min as small as e_max <= L allows. Prompts of a batch need
-no padding on the left, because a place is counted from a text's own first new token. Forced text
-after new tokens runs on the schedule: the depth cannot rise again. Not measured, because the bench
-keeps sums over a text: the perplexity by position (in the paper), and an early exit at the same
-depths (it leaves out the upper layers, not the middle).
+of e over N tokens is L / speedup, rounded, as far as w < e <= L allows, and e_min is as small as
+that allows. Prompts of a batch need no padding on the left, because a place is counted from a
+text's own first new token. Forced text after new tokens runs on the schedule: the depth cannot rise
+again. Not measured, because the bench keeps sums over a text: the perplexity by position (in the
+paper), and an early exit at the same depths (it leaves out the upper layers, not the middle).
 """
 
 import math
@@ -219,7 +219,7 @@ class SkipTarget:
         return scores._replace(layers=[layers])
 
     def rewind(self, length: int) -> None:
-        """Forget the text after `length` tokens. In front of new token 0 the schedule ends."""
+        """Forget the text after `length` tokens, and the schedule if no new token is left."""
         self.session.rewind(length)
         if self.start is not None and length <= self.start + 1:
             self.forget_schedule()

@@ -1,3 +1,1 @@
-"""Chapter 3: non-autoregressive generation. Many tokens in one pass, and what that costs in
-dependence.
-"""
+"""Non-autoregressive and parallel generation: one forward pass writes several tokens."""

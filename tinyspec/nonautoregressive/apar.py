@@ -19,8 +19,9 @@ neither to other details nor to later titles, and a title attends to no detail. 
 root, detail, next: each detail stands where its [Fork] was written.
 
 Rules. [Child] is put, never sampled. No [Fork] follows [Fork] or [Child] at once. After `forks`
-forks no [Fork] is sampled any more. At most `streams` streams run at a time: others wait. While an
-answer has fewer than `forks` forks, that changes the passes and not the text.
+forks, and near the end of the context, no [Fork] is sampled. At most `streams` streams run at a
+time: others wait. While an answer has fewer than `forks` forks, that changes the passes and not the
+text.
 
 Training. From an answer with at least three pairs (root, detail), cross-entropy on
 
@@ -118,7 +119,7 @@ class Pair(NamedTuple):
 
 
 def split_answer(answer: str) -> list[Pair] | None:
-    r"""Return the pairs of an answer; None if it has too few, or code or formulas.
+    r"""Return the pairs of an answer; None: too few, a part that is no pair, code or formulas.
 
     >>> split_answer("1. Oak: tall\n2. Fir: green\n3. Elm: old")[1]
     Pair(root='\n2. Fir:', detail=' green')

@@ -16,7 +16,7 @@ from x. A state y(j) is drawn from all states but the last one. The loss has two
     L_AR = mean over the tokens of x that the original wrote, and of y*, of  - log p(token | before)
 
 p is the model in training. The first p in L_GC is a constant: no gradient flows through it. i runs
-from the first position at which y(j) and y* differ; before it both terms read the same text. L_AR
+from the first position at which y(j) and y* differ; before it both p read the same text. L_AR
 keeps the model close to what the original writes. We could not read a number for omega in the
 paper; the released trainer and the pages of the released models have 10. As in that code, the
 labels of L_AR are smoothed by 0.1, and a fixed point that repeats a token ten times is left out.

@@ -32,12 +32,12 @@ inputs beside reversed targets, so that an input shows the word to write (the au
 set to it).
 Tests: tests/nonautoregressive/test_depa.py (`transform_position` against the code that runs; a text
 that is reversed twice; the phases; the input transformation on a dialect).
-Left out: positions that are added again before every layer, as the code does: our layers are the
-teacher's, which did not learn them, and their residual stream keeps the first. The optimizer is not
-reset between phases. In the code a position also attends to itself; here the mask of the last phase
-is that of `parallel`. A LENGTH token tells the length, where the code predicts its difference from
-the source's. The code tries the lengths around that one: `around` does so. In the code begin and
-end are positions of a text, with embeddings that are not transformed. The code scales no embedding;
+Left out, of the authors' code: positions that are added again before every layer: our layers are
+the teacher's, which did not learn them, and their residual stream keeps the first. The optimizer is
+not reset between phases. There a position also attends to itself; here the mask of the last phase
+is that of `parallel`. A LENGTH token tells the length, where theirs predicts its difference from
+the source's. Theirs tries the lengths around that one: `around` does so. There begin and end are
+positions of a text, with embeddings that are not transformed. It scales no embedding;
 ours are multiplied by sqrt(d), and so is their mixture. No test shows what the backward phase is
 worth: the recipe does, with and without it. GLAT, the second base model of the paper, is not here.
 """
@@ -156,7 +156,7 @@ def find_target_words(model: Seq2Seq) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4)
 def read_words(text: str, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids of a text. Raises ValueError if it has none, or others.
+    """Return the ids of a text. Raises ValueError for no ids, or ids outside the vocabulary.
 
     >>> read_words("4 7", 9)
     (4, 7)
@@ -278,7 +278,7 @@ def list_target_words(
 
 
 class DepaRefiner(ParallelRefiner):
-    """Write all words of the l likeliest lengths in one pass, from transformed inputs.
+    """Write all words of l lengths in one pass, from transformed inputs.
 
     transform  False: from copies of the source, as `parallel` does
     """

@@ -200,7 +200,7 @@ def format_phrases(table: Mapping[Phrase, Phrase]) -> str:
 
 @lru_cache(maxsize=4)
 def read_table(text: str, vocab_size: int) -> dict[Phrase, Phrase]:
-    """Return a table that `format_phrases` wrote. Raises ValueError if it did not write it."""
+    """Return a table that `format_phrases` wrote. Raises ValueError for any other text."""
     table = dict[Phrase, Phrase]()
     for entry in text.split(";") if text else ():
         is_pair = ENTRY.fullmatch(entry)
@@ -359,7 +359,7 @@ def enat_loss(
 
 
 class EnatRefiner(ParallelRefiner):
-    """Write all words of the l likeliest lengths in one pass, from rough target words."""
+    """Write all words of l lengths in one pass, from rough target words."""
 
     def __init__(
         self,

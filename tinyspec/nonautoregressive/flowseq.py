@@ -15,8 +15,8 @@ reads the target and tells which latent vectors it may come from.
     L         = - log p(y | z, x) + w (log q(z | x, y) - log p(z | x)) - log p(T | x),   z ~ q
     rank      = log mean over k of p(y | z_k, x) p(z_k | x) / q(z_k | x, y),   z_k ~ q
 
-Training. On people's translations or a teacher's. In the first part (`startup`) the reconstruction
-alone is trained, from the posterior's mean; then w rises from 0 to 1 (`warmup`). The posterior
+Training. On people's translations or a teacher's. In the first part (`startup`) w is 0 and z is the
+posterior's mean: words and length are trained. Then w rises from 0 to 1 (`warmup`). The posterior
 reads the target without a fifth of its words. Its standard deviations begin near 1, and the
 couplings of the flow as constants. T - S is classified from the mean of the encoder's states, among
 those T that the levels divide.
@@ -129,7 +129,7 @@ class FlowSeqSettings:
     levels   of the flow: after each but the last, half of the channels are noise
     steps    of each level
     longest  the largest |T - S| that is predicted
-    startup  share of the training that trains the reconstruction alone, from the posterior's mean
+    startup  share of the training in which z is the posterior's mean, and w is 0
     warmup   share of the training after it in which the weight of the latent vectors' cost rises
     """
 
@@ -247,7 +247,8 @@ def find_lengths(
 ) -> tuple[list[int], Tensor]:
     """Return the likeliest lengths of one source, and log p(T | x) of each.
 
-    A length is a multiple of 2^(levels - 1), of which there may be fewer than `count`.
+    They are multiples of 2^(levels - 1), perhaps fewer than `count`. If none fits: the longest
+    multiple, and 0.
     """
     size = int(memory.mask.sum())
     logprobs = difference_logits(model, settings, memory)[0].log_softmax(dim=-1)

@@ -294,7 +294,7 @@ def trace_sweeps(decoder: Decoder, rng: RandomSource) -> Iterator[Sweep]:
     ),
 )
 def jacobi(request: Request, *, form: str, block: int, prefix: int, init: str) -> Decoder:
-    """Return a decoder that sweeps over each block until it does not change."""
+    """Return a decoder that sweeps over each block until all its tokens are final."""
     if form == "pj" and request.stop.max_new_tokens is None and request.positions is None:
         raise TinyspecError(
             "form pj solves for all tokens at once: say how many (max_new_tokens), or take form pgj"

@@ -355,7 +355,7 @@ def latent_terms(
     dropout: float = 0.0,
     smoothing: float = 0.0,
 ) -> LatentTerms:
-    """Return the terms of the loss of a batch, and update the codebooks.
+    """Return the terms of the loss of a batch; with gradients on, update the codebooks.
 
     batch     sources [B, S] and targets [B, T], padded at the end
     progress  of the training: before `startup` some sentences pass the bottleneck as vectors

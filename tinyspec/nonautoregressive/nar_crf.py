@@ -20,8 +20,8 @@ Guarantee: APPROX: no number of candidates gives the teacher's distribution. The
 compared with an enumeration of all sentences (laws/traps/nar_crf.py). With transitions `none` each
 position takes its likeliest word.
 Pitfall: transitions that do not depend on the position, under the name of dynamic ones (public
-implementations have them alone); special tokens that take places in the beam; right words that are
-no candidates: then p(y | x) may exceed 1.
+implementations have only static ones); special tokens that take places in the beam; right words
+that are no candidates: then p(y | x) may exceed 1.
 Tests: tests/nonautoregressive/test_nar_crf.py (`decode_structured` against the code that runs; the
 loss, number by number; the ablation on two dialects); tests/nonautoregressive/test_crf.py (Z,
 marginals and Viterbi against all sentences).
@@ -247,7 +247,7 @@ class NarCrfRefiner:
         self.find_lengths = find_nearest_lengths if around else find_likeliest_lengths
 
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
-        """Return a canvas of masks, one candidate for each of the likeliest lengths."""
+        """Return a canvas of masks, one candidate for each length."""
         config = self.model.config
         longest = config.max_positions - 1  # a teacher also reads the beginning
         lengths = self.find_lengths(self.model, memory, self.width, longest)

@@ -336,7 +336,7 @@ class NatRefiner:
         self.first, self.samples, self.temperature = fertility, samples, temperature
 
     def propose_fertilities(self, logits: Tensor, rng: RandomSource) -> Tensor:
-        """Return fertility sequences [s, S]: likeliest, average, then independent samples.
+        """Return fertility sequences [s, S]: likeliest and average, `first` first, then samples.
 
         logits  [S, L] of p_F
 

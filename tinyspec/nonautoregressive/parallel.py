@@ -158,10 +158,10 @@ def copy_to_likeliest_lengths(
 
 
 class ParallelRefiner:
-    """Write all words of the l likeliest lengths in one pass; the best translation is chosen.
+    """Write all words of l lengths in one pass; the best translation is chosen.
 
     teacher  chooses; None: the candidate with the best mean log-probability is chosen
-    around   the lengths are those around the likeliest
+    around   the lengths are those around the likeliest; else the likeliest ones
     """
 
     def __init__(

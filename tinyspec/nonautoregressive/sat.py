@@ -31,8 +31,8 @@ Tests: tests/nonautoregressive/test_sat.py (`translate_in_groups` against the co
 against the teacher; the mask; the cache against dense passes for every K; ends and limits inside a
 group; beam search against all texts).
 Ours: beam search chooses the text with the best mean log-probability, as it does for the teacher
-(decoding/beam.py). There the end counts as a word, so where the positions run out, a text has one
-word less than in greedy search.
+(decoding/beam.py). It keeps a position for the end. So at the limit of positions, if K does not
+divide it, its text has one word less than in greedy search.
 Left out: the authors' length penalty. No model is trained without the teacher's weights, or on
 people's translations alone.
 """

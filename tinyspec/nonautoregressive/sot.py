@@ -115,7 +115,7 @@ class Point(NamedTuple):
 
 
 def parse_points(skeleton: str) -> list[Point]:
-    r"""Return the numbered lines of a skeleton; of those with one number the first.
+    r"""Return the numbered lines of a skeleton; of lines with the same number, the first.
 
     >>> [point.head for point in parse_points("1. Red\nor\n2.Green \n2. Blue\n3.\n")]
     ['1. Red', '2. Green']

@@ -1,1 +1,1 @@
-"""Survey section 2.3: both at once, with caches, contrast, retrieval or batching."""
+"""Drafting and verification together, with caches, contrast, retrieval or batching."""

@@ -12,7 +12,7 @@ It follows what was accepted (algorithm 1):
     otherwise                           l = max(1, x_1, ..., x_b, l - ceil(l / 10) - s)
 
     x_i: draft tokens that sequence i accepted in the last round
-    s: 1 if l fell in the last round, else 0: the second fall in a row is faster
+    s: 1 if the second case held in the last round, else 0: then l falls faster
 
 Guarantee: EXACT. The length follows from earlier rounds alone.
 Pitfall: the minimum of the accepted lengths for all sequences; a length from their mean.
@@ -34,11 +34,11 @@ from tinyspec.technique import Guarantee, Knob, Request, technique
 
 
 def next_length(length: int, accepted: Sequence[int], fell: bool, limit: int) -> tuple[int, bool]:
-    """Return the next draft length, and whether it fell (algorithm 1).
+    """Return the next draft length, and whether the second case of algorithm 1 held.
 
     length    of the drafts of the last round
     accepted  draft tokens that each sequence accepted in it
-    fell      whether the length fell before it
+    fell      whether the second case held before it
     limit     the longest draft
 
     >>> next_length(7, [2, 7], fell=False, limit=32)

@@ -23,7 +23,7 @@ Pitfall: the group after the wrong token, which leaves the output right (law F2 
 laws/feature_laws.py detects it); a prefix that ordinary rows see, which changes the output.
 Tests: tests/speculative/test_bita.py (the target's rows stay as they are with a prefix; one pass a
 round; the group after the last accepted token is read; the tree of 12).
-Left out: masks after a token that ends the text; a vocabulary of its own. The authors train on the
+Left out: candidates below an end of text; a vocabulary of its own. The authors train on the
 target's greedy answers, each of them sampled four times in an epoch with up to 64 positions in a
 row. Our texts are sampled, and the positions are drawn at random. Masks begin near the mean
 embedding, not at random, and the recipe's learning rate is 1e-2, a third of theirs.

@@ -6,8 +6,8 @@ Paper: Agrawal et al. 2023, arXiv 2308.16369; Agrawal et al. 2024, arXiv 2403.02
 Idea. While a long prompt is read, every request that decodes waits: its next token comes late. And
 a pass that decodes reads all weights for a few rows. SARATHI gives each pass a budget of rows. All
 requests that decode take part, and what is left of the budget goes to prompts, the oldest first. So
-a prompt is read in chunks, no one waits for long, and the rows that decode cost little, because the
-chunk reads the weights anyway.
+a prompt is read in chunks, nobody who decodes waits for long, and the rows that decode cost little,
+because the chunk reads the weights anyway.
 
     chunks = max(C - sum(decodes), L)    rows of prompts in a pass; C: the budget, L: see below
     P^2 / (2 C)                          keys that the chunks of a prompt of P tokens read again

@@ -34,7 +34,7 @@ Left out: the released code's one rate for the batch (here each request has its 
 length), its moving average (0.85 of the old rate), its decision every 20 steps, and its times by
 the length of the contexts. Its memory check is the scheduler's (`max_slots`). Its lengths for
 prompt lookup are those of `auto`.
-Ours: the rate is a mean over all rounds that begins at 0.7 with the weight of 4 tokens; a request
+Ours: the rate is a mean over all rounds; the code's first value, 0.7, counts as 4 tokens; a request
 that drafts nothing for 100 rounds tries again; `longest` 8; all lengths are tried, where the
 released code stops at the first fall of the goodput.
 """

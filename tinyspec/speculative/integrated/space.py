@@ -22,8 +22,8 @@ The loss is the mean cross-entropy over all labels: the label of the row of y_s 
 of mask j is y_(s+2+j).
 
 Guarantee: EXACT, at any temperature, for the tuned model: its output is not that of the model that
-was tuned. Above temperature 0 candidates are sampled from the rows of the masks, declare their
-distributions, and a rejected one is replaced by a sample of what the target has beyond them.
+was tuned. Above temperature 0 candidates are sampled from the rows of the masks and declare their
+distributions; a rejected one is replaced by a sample from the residual distribution.
 Pitfall: the released code accepts with probability p(c) / q(c), but after a rejection it samples
 from p, which changes the distribution (laws/museum). The group after the wrong token: the output
 stays right, and law F2 (laws/feature_laws.py) detects it. Masks that later rows can see.

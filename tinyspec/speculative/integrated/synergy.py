@@ -21,7 +21,7 @@ requests count; a profile of a pair of models whose passes cost what the test sa
 The paper measures before requests are served, on texts of a dataset. Here the texts of the first
 requests that ask are measured (192 tokens in all); all requests wait meanwhile.
 Left out: the paper's power law for l(s). Here l(s) is what was measured at every s. `table` gives
-lengths by hand, as vLLM's does.
+lengths by hand, as vLLM's does; `longest` bounds them, too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -126,7 +126,7 @@ class SynergyDrafter(BatchDrafter):
     drafts=1,
     of_batch=True,
     knobs=(
-        Knob("longest", 8, "longest draft that is measured", low=1, high=64, small=(2,)),
+        Knob("longest", 8, "longest draft", low=1, high=64, small=(2,)),
         Knob(
             "table",
             "",
