@@ -63,6 +63,7 @@ def test_it_prints_what_was_proved() -> None:
         assert word in result.output
 
 
+@pytest.mark.slow
 def test_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     """All techniques are here one of each kind: tests/laws/test_suites.py proves the others."""
     names = ("autoregressive", "speculative_decoding", "llma", "planner", "mask_predict", "apar")
@@ -197,5 +198,7 @@ def test_what_it_rejects(tmp_path: Path) -> None:
     assert "--all" in failed(run("laws"))
     assert "llma" in failed(run("laws", "lmla"))
     assert "choose one" in failed(run("laws", "--mutants", "--toys"))
+    for option in (("--out", "a.json"), ("--resume", "a.json"), ("--jobs", "2")):
+        assert "are for proofs" in failed(run("laws", "--mutants", *option))
     (tmp_path / "x.json").write_text("no")
     assert "--resume" in failed(run("laws", "llma", "--resume", str(tmp_path / "x.json")))

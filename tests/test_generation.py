@@ -474,6 +474,23 @@ def test_a_defect_in_one_prompt_names_the_prompt_and_keeps_its_traceback(
     assert error.value.__cause__.__traceback__ is not None
 
 
+def test_every_row_has_stops_and_references_that_can_be_read_once(model: Model) -> None:
+    prompts, texts, stops = ["the cat", "the dog"], ["the dog sat on the log"], ["a", "e", "o", "t"]
+    wanted, got = (
+        tinyspec.generate(
+            model,
+            prompts,
+            method="llma",
+            max_new_tokens=16,
+            references=read(texts),
+            stop=read(stops),
+        )
+        for read in (list, iter)
+    )
+    assert [one.text for one in got] == [one.text for one in wanted]
+    assert [one.finish_reason for one in got] == ["stop", "stop"]
+
+
 def test_what_is_wrong_in_every_prompt_names_none(model: Model) -> None:
     for options in ({"method": "calm", "threshold": 3}, {"stop": [""]}, {"max_new_tokens": -1}):
         with pytest.raises(TinyspecError, match=r"^(threshold|stop\[0\]|max_new_tokens) is "):

@@ -157,18 +157,18 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3701,
+    "root + show": 3703,
     "_core": 957,
     "lm": 6264,
     "decoding": 2066,
     "chapters": 14663,
     "laws": 19779,
     "museum": 3705,
-    "training": 3477,
-    "bench": 10029,
+    "training": 3478,
+    "bench": 10030,
     "grade": 4400,
     "serve": 1054,
-    "cli": 2825,
+    "cli": 2831,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

@@ -401,10 +401,12 @@ def test_the_command_finds_the_model_of_a_method(at_home: Trained) -> None:
 
 
 def test_every_line_of_a_pipe_is_a_sentence(at_home: Trained) -> None:
-    result = run("translate", "--method", "mask_predict", "--seed", "2", stdin="a dog\nthe snow\n")
-    assert result.stdout.splitlines() == [
-        one("mask_predict", text, seed=2).text for text in ("a dog", "the snow")
-    ]
+    call, texts = ("translate", "--method", "mask_predict", "--seed", "2"), ("a\fdog", "the snow")
+    wanted = [one("mask_predict", text, seed=2).text for text in texts]
+    for end in ("\n", "\r\n"):
+        result = run(*call, stdin="".join(text + end for text in texts))
+        assert result.stdout.split("\n") == [*wanted, ""]
+    assert run(*call, stdin="").stdout == ""
 
 
 def test_as_json_and_with_every_pass(at_home: Trained) -> None:

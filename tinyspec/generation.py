@@ -318,7 +318,9 @@ def generate(
     if not is_batch(prompt):
         return _finish(start_generation(model, prompt, **options))  # type: ignore[arg-type]
     rows, model, seed = check_batch(prompt), load_model(model), options.pop("seed", 0)
-    card = check_options(seed=seed, **options)[0]  # what is wrong in every row names no row
+    # What is wrong in every row names no row. Texts may be iterables that can be read once.
+    card, _, texts, stops = check_options(seed=seed, **options)
+    options |= {"references": texts, "stop": stops}
     drafts = drafts_for(model, card, options.get("draft"))
     options["draft"] = drafts or None  # loaded once, so that all rows share it and batch
 
@@ -359,9 +361,11 @@ class TextStreamer:
                 yield growing.rest()
             else:
                 yield growing.push(round.tokens, bool(decoder.finished))
-        if isinstance(decoder, StreamDecoder):
+        if isinstance(decoder, StreamDecoder):  # only each stream ends at a stop, not the answer
             growing.text = decoder.text
-        yield growing.flush()
+            yield growing.rest()
+        else:
+            yield growing.flush()
 
     def rest(self) -> str:
         """Return the text that was held back."""

@@ -1,5 +1,7 @@
 """Stop rules: one cut for every technique, at every alignment of block and stop."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,6 +82,19 @@ def test_a_stop_string_made_of_bytes_of_one_character_is_found() -> None:
         strings=("é",), decode=lambda ids: bytes(ids).decode("utf-8", "replace")
     )
     assert stop.cut([], [*"aé".encode(), 98]) == (3, "stop")
+
+
+def test_a_stop_string_in_a_long_run_of_byte_tokens_is_found() -> None:
+    """SentencePiece spells a run that is not UTF-8 as U+FFFD as a whole."""
+
+    def spell_run(ids: Sequence[int]) -> str:
+        try:
+            return bytes(ids).decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(ids)
+
+    ids = list("አበገደ።".encode())
+    assert plain(StoppingCriteria(strings=("።",), decode=spell_run), ids, None) == (ids, "stop")
 
 
 def test_a_string_that_began_long_before_the_block_is_found() -> None:

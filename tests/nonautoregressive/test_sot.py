@@ -150,6 +150,9 @@ def test_an_outline_without_points_is_answered_plainly_by_the_algorithm() -> Non
 def test_the_answer_grows_in_the_order_of_its_points(scripted: Callable[..., Model]) -> None:
     pieces = list(stream(scripted(), ASKED, method="sot", max_new_tokens=99))
     assert "".join(pieces) == ANSWER and len(pieces) > 20
+    # No stream writes this stop: it stands between two.
+    parts = stream(scripted(), ASKED, method="sot", max_new_tokens=99, stop=".\n")
+    assert "".join(parts) == ANSWER
     so_far = ""
     for piece in pieces:
         so_far += piece

@@ -5,6 +5,7 @@ Boosted drafts, which complement each other, are tested too.
 
 import json
 import lzma
+import signal
 from fractions import Fraction as F
 from itertools import product
 from pathlib import Path
@@ -37,6 +38,7 @@ from tinyspec.speculative.verification.specinfer import (
     verify_tree_multi_step,
 )
 from tinyspec.technique import Request, find_technique
+from tinyspec.training import technique_parts
 from tinyspec.training.schedule import TrainSettings
 from tinyspec.training.technique_parts import boost_drafts
 from tinyspec.tree import ROOT, TokenTree
@@ -246,6 +248,34 @@ def test_what_is_left_of_the_prompts_goes_to_the_next_draft_and_together_they_co
     assert torch.equal(
         drafts[0].weights["embed"], Model.random(SMALL, seed=1).weights["embed"]
     )  # what was given stays
+
+
+def test_an_interrupted_boosting_ends_with_its_training_and_goes_on_as_if_nothing_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No draft is tuned on what a half-trained one left."""
+    target = model(LLAMA, seed=3, dtype=torch.float32)
+    prompts = torch.randint(13, (40, 3), generator=torch.Generator().manual_seed(1))
+
+    def boost(folder: str) -> list[torch.Tensor]:
+        drafts = [Model.random(SMALL, seed=seed) for seed in (1, 2)]
+        found = boost_drafts(target, drafts, prompts, SETTINGS, tmp_path / folder, length=2)
+        return [draft.weights["embed"] for draft in found.drafts]
+
+    whole, draw, drawn = boost("whole"), torch.randint, []
+
+    def interrupt(*args: Any, **options: Any) -> torch.Tensor:
+        drawn.append(args)
+        if len(drawn) == 15:
+            signal.raise_signal(signal.SIGINT)
+        return draw(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(technique_parts.torch, "randint", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            boost("cut")
+    assert not (tmp_path / "cut" / "1").exists()
+    assert all(map(torch.equal, whole, boost("cut")))
 
 
 def test_the_answers_are_the_targets_greedy_text() -> None:

@@ -144,6 +144,8 @@ def find_commit() -> str | None:
     """Return the commit of the source tree, with + if it was changed; None outside a checkout."""
     try:
         here = Path(__file__).parent
+        known = ["git", "ls-files", "--error-unmatch", __file__]  # else it is another project's
+        subprocess.run(known, cwd=here, capture_output=True, check=True)
         head = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True
         ).stdout

@@ -106,6 +106,8 @@ def laws(
     if ray and jobs == 1:
         raise TinyspecError("--ray needs a number of processes: give --jobs N")
     is_proof = not (mutants or toys or demo)
+    if not is_proof and (out or resume or jobs > 1):
+        raise TinyspecError("--out, --resume and --jobs are for proofs: leave them out here")
     if is_proof and not (methods or everything):
         raise TinyspecError("name a technique (see `tinyspec methods`) or its file, or say --all")
     with base.show_command_progress(quiet or as_json) as show:

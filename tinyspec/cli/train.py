@@ -1,5 +1,6 @@
 """tinyspec train: models, drafts that are made for each other, and exit classifiers."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -423,6 +424,7 @@ def boost(
         tuned.to("cpu", torch.bfloat16).save(out / str(number))
         passages_alike = f"on {own:.1%} of the passages, together {together:.1%}"
         click.echo(f"{out / str(number)}  says what {target.name} says {passages_alike}")
+    shutil.rmtree(out / ".tinyspec")  # done: the next call begins anew
 
 
 @train.command("ngrams")

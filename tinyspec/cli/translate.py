@@ -97,7 +97,9 @@ def translate(
         translator = load_translator(model, device, dtype)
     judge = None if teacher is None else load_translator(teacher, device, dtype)
     drafter = None if draft is None else load_translator(draft, device, dtype)
-    lines = [text] if source not in (None, "-") else text.splitlines()
+    lines = [text]
+    if source in (None, "-"):  # unlike splitlines: a form feed, for instance, ends no line
+        lines = [line.removesuffix("\r") for line in text.split("\n")] if text else []
     if replay is not None and len(lines) > 1:
         raise TinyspecError("--replay plays back one sentence: give one as an argument")
     options = {"method": method, "teacher": judge, "draft": drafter, **limits, **knobs}

@@ -90,11 +90,12 @@ class StoppingCriteria:
         if not self.strings or self.decode is None:
             return False
         window = max(len(s.encode()) for s in self.strings) + 8
-        return self._has_stop_string(seen[-window:]) and self._has_stop_string(seen)
+        near = self.decode(seen[-window:])
+        # A cut character leaves up to 3 marks at an end; a cut run of byte tokens is nothing else.
+        may_hit = near.count("\ufffd") > 6 or self._has_stop_string(near)
+        return may_hit and self._has_stop_string(self.decode(seen))
 
-    def _has_stop_string(self, seen: Sequence[int]) -> bool:
-        assert self.decode is not None
-        text = self.decode(seen)
+    def _has_stop_string(self, text: str) -> bool:
         return any(s in text for s in self.strings)
 
     def trim(self, text: str) -> str:

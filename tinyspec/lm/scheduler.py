@@ -400,7 +400,7 @@ class Scheduler:
         choose: NextTokenFn,
         forward_log: list[ForwardRecord],
     ) -> list[tuple[int, Tensor, Tensor]]:
-        """Run `Transformer.run_chain`. Requests that arrive meanwhile wait until it has ended."""
+        """Run `Transformer.run_chain`. Who arrives or is cancelled meanwhile waits for its end."""
         ticket: Ticket[Any] = self._local.ticket
         with self.lock:
             ticket.check_running()

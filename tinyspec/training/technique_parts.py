@@ -86,7 +86,7 @@ def boost_drafts(
              one continues from there
 
     Raises TinyspecError if there are no drafts or prompts, or if a prompt and its answer do not fit
-    a model's context.
+    a model's context, and KeyboardInterrupt if a training was interrupted.
     """
     if not drafts or not len(prompts):
         raise TinyspecError("boosting needs one draft model and one prompt at least")
@@ -116,7 +116,8 @@ def boost_drafts(
             return specinfer.answer_loss(own, text, length)
 
         state = Path(folder) / str(number)
-        train(own.weights, batches, loss, settings, state, title=f"draft {number}")
+        if not train(own.weights, batches, loss, settings, state, title=f"draft {number}").finished:
+            raise KeyboardInterrupt  # the state is saved, and the next draft depends on this one
         return number, own.to()
 
     matches: dict[int, Tensor] = {}
