@@ -2,8 +2,10 @@
 
 import json
 import re
+import subprocess
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from rich.console import Console
 from tests.bench.fakes import Hand, arms, jobs, settings
 from tests.bench.test_curve import measured
 from tests.lm.small import LLAMA
-from tinyspec.bench import curve, measure, plot, report, tally
+from tinyspec.bench import curve, harness, measure, plot, report, tally
 from tinyspec.bench.book import SampleBook
 from tinyspec.bench.harness import dump_json
 from tinyspec.bench.plan import PLAIN
@@ -51,6 +53,23 @@ def result() -> dict[str, Any]:
     }
     made: dict[str, Any] = json.loads(dump_json(book.as_dict()))
     return made
+
+
+def test_a_commit_is_never_that_of_a_project_around(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where tinyspec is installed below somebody's repository."""
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    installed, own = tmp_path / "harness.py", tmp_path / "own.py"
+    for file in (installed, own):
+        file.write_text("")
+    me = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for call in (("add", "own.py"), (*me, "commit", "--quiet", "-m", "theirs")):
+        subprocess.run(["git", *call], cwd=tmp_path, check=True)
+    monkeypatch.setattr(harness, "__file__", str(own))
+    assert harness.find_commit() is not None
+    monkeypatch.setattr(harness, "__file__", str(installed))
+    assert harness.find_commit() is None
 
 
 def test_every_arm_and_task_stands_in_the_tables(result: dict[str, Any]) -> None:

@@ -473,8 +473,9 @@ class Scheduler:
             for name, its in by_rule.items():
                 questions = {one.ticket.number: one.question for one in its}
                 try:
-                    self._rules[name] = self._rules.pop(name, None) or its[0].make()
-                    answers |= self._rules[name].decide(questions, n_decoding)
+                    rule = self._rules.pop(name) if name in self._rules else its[0].make()
+                    self._rules[name] = rule
+                    answers |= rule.decide(questions, n_decoding)
                 except BaseException as error:
                     answers |= dict.fromkeys(questions, error)
         for name in [*self._rules][:-MOST_RULES]:  # those that nobody has asked for longest
