@@ -324,6 +324,10 @@ def test_boosted_drafts_from_the_command_line_draft_together(tmp_path: Path) -> 
     trained = run(*call, *small, "--draft", f"{zoo.small},{zoo.small}")
     assert trained.exit_code == 0, trained.output
     assert trained.output.count("together") == 2
+    first = (tmp_path / "out/1/model.safetensors").read_bytes()
+    again = run(*call, *small, "--draft", f"{zoo.small},{zoo.small}", "--lr", "0.1")
+    assert again.exit_code == 0, again.output  # a training of its own, not the end of the old one
+    assert (tmp_path / "out/1/model.safetensors").read_bytes() != first
     drafts = f"{tmp_path / 'out/1'},{tmp_path / 'out/2'}"
     result = run(
         "generate",
