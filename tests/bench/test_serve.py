@@ -38,9 +38,14 @@ class RowCosts(PassCosts):
 
 
 def simulate(
-    policy: str, trace: Sequence[Visit], costs: PassCosts | None = None, live: int = 8
+    policy: str,
+    trace: Sequence[Visit],
+    costs: PassCosts | None = None,
+    live: int = 8,
+    change: float = 0.0,
 ) -> ServeRun:
-    return runs.Simulation(runs.make_policy(policy), costs or RowCosts(), trace, live).run()
+    made = runs.make_policy(policy)
+    return runs.Simulation(made, costs or RowCosts(), trace, live, change=change).run()
 
 
 def busy_trace(seed: int = 3, n: int = 12) -> list[Visit]:
@@ -146,13 +151,22 @@ def test_a_policy_that_does_not_exist_is_named(label: str, says: str) -> None:
 # ---------------------------------------------------------------------- real runs, on a hand clock
 
 
-def wound_model(hand: Hand) -> Model:
-    """A model whose forward passes wind a clock by COSTS: a machine without noise."""
-    model = SimulatedModel(LLAMA, Model.random(LLAMA).weights)
+CHANGE = 2.5
+
+
+def wound_model(hand: Hand, change: float = 0.0) -> Model:
+    """A model whose forward passes wind a clock by COSTS: a machine without noise.
+
+    change  seconds more where a pass decodes only and the last one did not, or the reverse
+    """
+    model, decoded = SimulatedModel(LLAMA, Model.random(LLAMA).weights), list[bool]()
 
     def wind(feeds: Sequence[ForwardBatch]) -> None:
         rows, heads = [len(feed.tokens) for feed in feeds], [len(feed.heads) for feed in feeds]
         hand.wind(COSTS.seconds_of(rows, [feed.n_slots for feed in feeds], heads))
+        decoded.append(all(heads))
+        if decoded[-2:] in ([True, False], [False, True]):
+            hand.wind(change)
 
     model.on_pass = wind
     return model
@@ -161,8 +175,8 @@ def wound_model(hand: Hand) -> Model:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_real_time_is_the_simulated_time_where_passes_cost_what_the_model_says(policy: str) -> None:
     trace, hand = runs.draw_trace(9, None, 30, 6, 64, seed=2), Hand()
-    real = runs.run_real(wound_model(hand), runs.make_policy(policy), trace, 4, hand)
-    got = simulate(policy, trace, COSTS, live=4)
+    real = runs.run_real(wound_model(hand, CHANGE), runs.make_policy(policy), trace, 4, hand)
+    got = simulate(policy, trace, COSTS, live=4, change=CHANGE)
     assert [list(entry[2:]) for entry in real.pass_log] == [list(e[2:]) for e in got.pass_log]
     for ours, theirs in zip(got.times, real.times, strict=True):
         assert ours == pytest.approx(theirs)
@@ -201,11 +215,46 @@ def test_passes_are_measured_as_they_run_and_a_fit_predicts_them() -> None:
     assert max(map(abs, list_relative_errors(fit_costs(found), found))) < 0.02  # other knots
 
 
+@pytest.mark.parametrize("change", [0.0, CHANGE])
+def test_a_change_of_kind_is_timed_apart_from_the_passes(change: float) -> None:
+    hand = Hand()
+    cells = [PassCell((1,), 0, 8), PassCell((16,), 1, 8), PassCell((2, 2), 0, 8)]
+    grid = runs.PassGrid(wound_model(hand, change), hand, cells)
+    slices = [grid.measure_slice(number, 4) for number in range(3)]
+    assert runs.find_change(cells, slices) == pytest.approx(change)
+    for sample in runs.summarize_slices(cells, slices)[0]:
+        assert sample.seconds == pytest.approx(COSTS.seconds_of(*sample[:3]))
+    assert runs.find_change(cells[:1], [[[0, 3.0, 1.0, 1.0], [0, 3.0, 1.0, 1.0]]]) == 0.0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_passes_of_a_real_run_cost_the_seconds_in_which_there_was_a_request(
+    policy: str,
+) -> None:
+    hand, made = Hand(), {"samples": list[Any](), "passes": list[Any]()}
+    costs = {"costs": COSTS.to_json(), "change": CHANGE, "mean_spread": 1.25}
+    paces = {"paces": {f"{policy}, t, round 0": 0.5, f"{policy}, t, round 1": 2.0}}
+    for number in range(2):
+        trace = runs.draw_trace(9, None, 30, 6, 64, seed=number)
+        model = wound_model(hand, CHANGE)
+        run = runs.run_real(model, runs.make_policy(policy), trace, 4, hand)
+        serve._add_run(made, ("t", number, policy), trace, run, COSTS.knots)
+    first, second = (
+        serve.summarize_traces({**made, "samples": [r for r in made["samples"] if r[1] == n]})
+        for n in (0, 1)
+    )
+    busy = [found["t"][policy]["busy"] for found in (first, second)]
+    assert serve._cost_passes({**made, **costs, **paces}, "t", policy) == pytest.approx(
+        1.25 * (0.5 * busy[0] + 2.0 * busy[1]), rel=1e-4
+    )
+
+
 def test_the_grid_has_sessions_rows_chunks_and_mixtures_at_two_lengths() -> None:
     cells = runs.list_cells(8192)
     assert {cell.cached for cell in cells} == {64, 512}
     assert PassCell((9,) * 16, 0, 512) in cells and PassCell((512,), 1, 64) in cells
     assert PassCell((32, 1, 1, 1, 1), 1, 64) in cells
+    assert PassCell((448,), 1, 64) in runs.list_cells(512)  # the longest chunk that fits
     small = runs.list_cells(96)
     assert all(cell.cached + max(cell.rows) <= 96 for cell in small) and len(small) > 50
 
@@ -237,7 +286,8 @@ def test_the_spread_of_a_cell_is_that_of_its_times_around_their_median() -> None
 
 def test_a_slice_in_which_every_pass_was_slow_tells_the_pace_and_widens_no_spread() -> None:
     cells = [PassCell((1,), 0, 8), PassCell((2,), 0, 8)]
-    usual, slow = [[0, 1.0, 1.0], [1, 3.0, 3.0]], [[0, 1.5, 1.5], [1, 4.5, 4.5]]
+    usual = [[0, 9.0, 1.0, 1.0], [1, 9.0, 3.0, 3.0]]  # the first time is of a change
+    slow = [[0, 9.0, 1.5, 1.5], [1, 9.0, 4.5, 4.5]]
     found, paces = runs.summarize_slices(cells, [usual, slow, usual])
     assert [one.seconds for one in found] == [1.0, 3.0] and paces == [1.0, 1.5, 1.0]
     assert {factor for one in found for factor in one.spread} == {1.0}
@@ -367,7 +417,7 @@ def with_slow_sarathi(result: dict[str, Any]) -> dict[str, Any]:
         for policy, of in policies.items():
             of["tokens_per_second"] = 50 if policy.startswith("sarathi") else 100
             slow["figures"]["ratios"][label][policy] = {
-                "seconds": 1.05, "completion_p50": 1.0, "gap_p99": 0.95,
+                "busy": 1.02, "seconds": 1.05, "completion_p50": 1.0, "gap_p99": 0.95,
             }  # fmt: skip
     slow["figures"]["ratios"]["load 0.9"]["prefill-first"]["gap_p99"] = 0.5
     found: dict[str, Any] = slow
@@ -391,12 +441,14 @@ def test_a_miss_of_the_simulated_clock_is_called_one(result: dict[str, Any]) -> 
     slow = with_slow_sarathi(result)
     slow["figures"]["repeated"]["load 0.5"]["prefill-first"]["seconds"] = 2.0
     loads, at_once, again, again_at_once, fit = serve_tables.describe_validation(slow)
-    assert "arrivals: whole time within 10% in 4 of 4 runs, median 1.05, worst" in loads
+    assert "arrivals: passes within 10% in 4 of 4 runs, median 1.02, worst 1.02" in loads
+    assert "; whole time within 10% in 4 of 4 runs, median 1.05, worst" in loads
     assert (
         "p99 gap within 10% in 3 of 4 runs, median 0.95, worst 0.50 (prefill-first, load 0.9)."
         in (loads)
     )
-    assert "(capacity and P:D): whole time within 10% in 3 of 3 runs, median" in at_once
+    assert "(capacity and P:D): passes within 10% in 3 of 3 runs" in at_once
+    assert "; whole time within 10% in 3 of 3 runs, median" in at_once
     assert "p99 gap within 10% in 3 of 3 runs, median 0.95, worst 0.95" in at_once
     assert "median completion within 10% in 3 of 3 runs" in at_once
     assert "again under prefill-first" in again and "worst 2.00 (prefill-first, load 0.5)" in again

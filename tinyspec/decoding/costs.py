@@ -223,6 +223,10 @@ class FittedCosts(PassCosts):
     slopes: tuple[float, ...]
 
     def seconds_of(self, rows: Sequence[int], cached: Sequence[int], heads: Sequence[int]) -> float:
+        return self.seconds_of_sums(list_features(rows, cached, heads, self.knots))
+
+    def seconds_of_sums(self, features: Sequence[float]) -> float:
+        """Return the seconds of one pass, or of several whose `list_features` are added up."""
         coefficients = (
             self.per_pass,
             self.per_session,
@@ -231,7 +235,7 @@ class FittedCosts(PassCosts):
             self.per_head,
             *self.slopes,
         )
-        return float(np.dot(coefficients, list_features(rows, cached, heads, self.knots)))
+        return float(np.dot(coefficients, features))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain numbers and texts."""
@@ -274,7 +278,7 @@ def fit_costs(
 
     Raises TinyspecError if there are fewer passes than coefficients.
     """
-    knots = _choose_knots([sum(sample.rows) for sample in samples])
+    knots = choose_knots([sum(sample.rows) for sample in samples])
     features = [list_features(s.rows, s.cached, s.heads, knots) for s in samples]
     if len(samples) < 5 + len(knots):
         raise TinyspecError(
@@ -298,7 +302,7 @@ def fit_costs(
     )
 
 
-def _choose_knots(sizes: Sequence[int]) -> tuple[int, ...]:
+def choose_knots(sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the knots between which a pass was measured: no slope is without a measurement."""
     knots = [KNOTS[0]]
     for knot in KNOTS[1:]:

@@ -9,8 +9,10 @@ Three kinds of traces, the same for all policies, which take turns:
 The same traces run under a simulated clock, whose costs were fitted to a grid of passes (never to
 a trace). The passes are timed between the runs, and a run is simulated at the pace that the machine
 had before and after it. Simulated over real says how far the clock can be trusted: how many runs
-are within 10 % is reported. One policy runs each trace twice: how far two real runs are from each
-other says how near a clock can be expected to be. Then the clock has the costs of a GPU, where it
+are within 10 % is reported. The *passes* of a real run are judged too: what they cost by the clock,
+over the seconds in which there was a request. Here an error does not change who waits for whom. One
+policy runs each trace twice: how far two real runs are from each other says how near a clock can be
+expected to be. Then the clock has the costs of a GPU, where it
 shows a lower bound: what is best on a machine with few idle operations need not be best there.
 
     TTFT        time to first token: from the moment at which a request should arrive
@@ -23,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean, median
+from statistics import fmean, mean, median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,16 +57,18 @@ from tinyspec.bench.harness import (
 from tinyspec.bench.measure import order_of_turn
 from tinyspec.bench.settings import ServeSettings
 from tinyspec.decoding.costs import (
+    FittedCosts,
     PassCosts,
     a100_costs,
     fit_costs,
+    list_features,
     list_relative_errors,
 )
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.model import Model
 
 CAPACITY = "capacity"
-COMPARED = ("seconds", "completion_p50", "gap_p99")
+COMPARED = ("busy", "seconds", "completion_p50", "gap_p99")
 COLUMNS = ["trace", "round", "policy", "request", "arrival", "prompt", "new", "times"]
 DRAWN = 8  # requests of the picture of passes
 
@@ -108,9 +112,8 @@ def find_base(given: ServeSettings) -> Scenario:
     return Scenario(CAPACITY, given.prompt_tokens, given.new_tokens, None)
 
 
-def _name_run(one: PlannedRun) -> str:
-    again = ", once more" if one.is_repeated else ""
-    return f"{one.policy}, {one.scenario.label}, round {one.round}{again}"
+def _name_run(label: str, round: int, policy: str, is_repeated: bool = False) -> str:
+    return f"{policy}, {label}, round {round}{', once more' if is_repeated else ''}"
 
 
 def list_scenarios(given: ServeSettings) -> list[Scenario]:
@@ -159,16 +162,19 @@ def measure_serve(
         }
     )
     _run_traces(given, model, made, quiet, clock, sleep, out)
-    grid, paces = runs.summarize_slices(runs.list_cells(model.config.max_positions), made["slices"])
+    cells = runs.list_cells(model.config.max_positions)
+    grid, paces = runs.summarize_slices(cells, made["slices"])
     costs = fit_costs(grid, model.name, name_dtype(model.dtype), torch.get_num_threads())
     around = map(mean, pairwise(paces))  # of each run, the slices before and after it
-    made["paces"] = dict(zip(map(_name_run, list_runs(given)), around, strict=True))
+    names = [_name_run(*one.key, one.is_repeated) for one in list_runs(given)]
+    made["paces"] = dict(zip(names, around, strict=True))
     made["costs"] = costs.to_json()
     made["cost_errors"] = list_relative_errors(costs, grid)
     spread = [factor for sample in grid for factor in sample.spread]
+    made["mean_spread"], made["change"] = fmean(spread), runs.find_change(cells, made["slices"])
     made["simulated"] = {
         FITTED: simulate_traces(
-            given, model, costs, find_capacity(made), quiet, spread, made["paces"]
+            given, model, costs, find_capacity(made), quiet, spread, made["paces"], made["change"]
         ),
         ROOFLINE: simulate_traces(given, model, a100_costs(), None, quiet),
     }
@@ -256,7 +262,7 @@ def _run_traces(
                 trace = draw_scenario(given, one.scenario, rate, room, one.round)
                 policy = runs.make_policy(one.policy)
                 run = runs.run_real(model, policy, trace, given.max_live, clock, sleep)
-                _add_run(rows, one.key, trace, run)
+                _add_run(rows, one.key, trace, run, grid.knots)
                 save_result(out, made)
             tick()
         if len(made["slices"]) == len(todo):
@@ -268,13 +274,22 @@ def _add_run(
     key: tuple[str, int, str],
     trace: Sequence[Visit],
     run: ServeRun,
+    knots: Sequence[int] = (),
 ) -> None:
-    """Add the samples of a run: a row for each request, in milliseconds, and its passes."""
+    """Add the samples of a run: a row for each request, in milliseconds, and its passes.
+
+    With knots, what its passes cost by the fit follows from their row: the number of changes, and
+    the sums of `list_features`.
+    """
     for number, (visit, times) in enumerate(zip(trace, run.times, strict=True)):
         arrival, *tokens = (round(1000 * at, 3) for at in (visit.at, *times))
         made["samples"].append([*key, number, arrival, visit.prompt, visit.new, *tokens])
     rows = sum(sum(entry.rows) for entry in run.pass_log)
-    made["passes"].append([*key, len(run.pass_log), rows])
+    log, sums = run.pass_log, list[float]()
+    if knots:
+        features = (list_features(one.rows, one.cached, one.heads, knots) for one in log)
+        sums = [runs.count_changes(log), *map(sum, zip(*features, strict=True))]
+    made["passes"].append([*key, len(log), rows, *sums])
 
 
 def find_capacity(made: Mapping[str, Any]) -> float:
@@ -292,12 +307,14 @@ def simulate_traces(
     quiet: bool,
     spread: Sequence[float] = (1.0,),
     paces: Mapping[str, float] | None = None,
+    change: float = 0.0,
 ) -> dict[str, Any]:
     """Return the figures of all traces under a simulated clock, by trace and policy.
 
     rate    requests per second of the capacity; None: as the clock has it
     spread  factors of the costs, of which each pass draws one
     paces   of each run, a factor of all its costs
+    change  seconds: see `serve_runs.find_change`
     """
     room, rows = model.config.max_positions, dict[str, list[Any]](samples=[], passes=[])
     todo = [one for one in list_runs(given) if not one.is_repeated]
@@ -306,10 +323,10 @@ def simulate_traces(
             if one.scenario.load is not None and rate is None:
                 rate = find_capacity(rows)
             trace = draw_scenario(given, one.scenario, rate, room, one.round)
-            pace = paces[_name_run(one)] if paces else 1.0
+            pace = paces[_name_run(*one.key)] if paces else 1.0
             factors, seed = [pace * factor for factor in spread], given.seed + one.round
             policy = runs.make_policy(one.policy)
-            run = runs.Simulation(policy, costs, trace, given.max_live, factors, seed).run()
+            run = runs.Simulation(policy, costs, trace, given.max_live, factors, seed, change).run()
             _add_run(rows, one.key, trace, run)
             tick()
     return summarize_traces(rows)
@@ -354,14 +371,28 @@ def summarize_serve(made: Mapping[str, Any]) -> dict[str, Any]:
     """Return every figure of the real runs, and how far the simulated ones are from them.
 
     real      trace -> policy -> figures
-    ratios    trace -> policy -> simulated over real: of each figure in `COMPARED`
+    ratios    trace -> policy -> simulated over real: of each figure in `COMPARED`; busy: what the
+              passes of the real run cost by the clock, over the seconds in which they ran
     repeated  trace -> policy -> the second real run over the first
     """
     real = summarize_traces(made)
     ratios = _compare_runs(made["simulated"][FITTED], real)
+    for label, policies in ratios.items():
+        for policy, of in policies.items():
+            of["busy"] = _cost_passes(made, label, policy) / real[label][policy]["busy"]
     repeated = _compare_runs(summarize_traces(made["repeated"]), real)
     capacity = find_capacity(made)
     return {REAL: real, "ratios": ratios, "repeated": repeated, "capacity": capacity}
+
+
+def _cost_passes(made: Mapping[str, Any], label: str, policy: str) -> float:
+    """Return what the passes of the real runs of a trace under a policy cost by the fit."""
+    costs, seconds = FittedCosts.from_json(made["costs"]), 0.0
+    for trace, round, under, _, _, changes, *features in made["passes"]:
+        if (trace, under) == (label, policy):
+            factor = made["mean_spread"] * made["paces"][_name_run(trace, round, under)]
+            seconds += factor * (costs.seconds_of_sums(features) + made["change"] * changes)
+    return seconds
 
 
 def _compare_runs(
@@ -395,6 +426,7 @@ def summarize_policy(samples: Sequence[Sequence[Any]], passes: Sequence[Any]) ->
     """Return the figures of a policy on a trace. Times are milliseconds but for `seconds`.
 
     seconds        from the first arrival to the last token
+    busy           of these seconds, those in which there was a request
     tokens_per_second, ttft_p50, ttft_p99, gap_p50, gap_p99, gap_max, completion_p50
     gaps           percentile -> gap, for the picture; n_gaps: how many there were
     passes, rows_per_pass
@@ -403,15 +435,17 @@ def summarize_policy(samples: Sequence[Sequence[Any]], passes: Sequence[Any]) ->
     first, gaps = [row[times] - row[at] for row in samples], list[float]()
     for row in samples:
         gaps += [b - a for a, b in pairwise(row[times:])]
-    seconds = 0.0
+    seconds = busy = 0.0
     for n in {row[1] for row in samples}:
         own = [row for row in samples if row[1] == n]
         seconds += (max(row[-1] for row in own) - min(row[at] for row in own)) / 1000
+        busy += sum_spans([(row[at], row[-1]) for row in own]) / 1000
     curve = find_percentiles(gaps, PERCENTILES)
     n_passes, n_rows = (sum(row[i] for row in passes) for i in (3, 4))
     ttft = find_percentiles(first, (50, 99))
     return {
         "seconds": seconds,
+        "busy": busy,
         "tokens_per_second": sum(len(row) - times for row in samples) / seconds,
         "ttft_p50": ttft["50"],
         "ttft_p99": ttft["99"],
@@ -424,6 +458,19 @@ def summarize_policy(samples: Sequence[Sequence[Any]], passes: Sequence[Any]) ->
         "passes": n_passes,
         "rows_per_pass": n_rows / n_passes,
     }
+
+
+def sum_spans(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the length of what spans of time cover together.
+
+    >>> sum_spans([(0, 2), (1, 3), (5, 6)])
+    4.0
+    """
+    covered, last = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        covered += max(end - max(begin, last), 0.0)
+        last = max(last, end)
+    return covered
 
 
 def find_percentiles(

@@ -13,9 +13,11 @@ A request that arrives during a pass takes part in the next one. In a simulation
 from inside the forward pass, so that this is the same.
 
 `PassGrid` times the passes from which the costs are fitted. They run in a scheduler too, and count
-from one turn to the next. So the work of Python between two passes is part of them. It does so in
-slices between the runs, which also tell the *pace* of the machine: other work makes all passes
-slower for a while, and a run is simulated at the pace of the slices before and after it.
+from one turn to the next. So the work of Python between two passes is part of them. A pass that
+decodes is slower right after one that reads a prompt, and the reverse: weights have left the
+caches. These *changes* are timed apart. The grid runs in slices between the runs, which also tell
+the *pace* of the machine: other work makes all passes slower for a while, and a run is simulated at
+the pace of the slices before and after it.
 """
 
 import random
@@ -29,7 +31,7 @@ from typing import Any, NamedTuple
 
 from tinyspec.bench.arms import Clock, collect_garbage
 from tinyspec.bench.plan import ArmSpec
-from tinyspec.decoding.costs import PassCosts, PassSample
+from tinyspec.decoding.costs import PassCosts, PassSample, choose_knots
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardBatch, Scores
 from tinyspec.lm.model import Model
@@ -197,6 +199,7 @@ class Simulation:
 
     spread  factors of these costs; each pass draws one
     seed    of these draws
+    change  seconds of a change: see `find_change`
     now     seconds of the simulated clock
     """
 
@@ -208,9 +211,11 @@ class Simulation:
         max_live: int,
         spread: Sequence[float] = (1.0,),
         seed: int = 0,
+        change: float = 0.0,
     ):
         self.costs, self.trace, self.now = costs, trace, 0.0
-        self.spread, self._rng = spread, random.Random(seed)
+        self.spread, self._rng, self.change = spread, random.Random(seed), change
+        self._had_prompt: bool | None = None
         self.scheduler = Scheduler(policy, max_live=max_live)
         self.times = [list[float]() for _ in trace]
         self.tickets, self.spans = list[Ticket[int]](), list[tuple[float, float]]()
@@ -242,12 +247,14 @@ class Simulation:
 
     def _spend(self, feeds: Sequence[ForwardBatch]) -> None:
         """Let the time of a pass go by. Who arrives in it takes part in the next one."""
-        begun = self.now
-        self.now += self._rng.choice(self.spread) * self.costs.seconds_of(
-            [len(feed.tokens) for feed in feeds],
-            [feed.n_slots for feed in feeds],
-            [len(feed.heads) for feed in feeds],
+        begun, heads = self.now, [len(feed.heads) for feed in feeds]
+        seconds = self.costs.seconds_of(
+            [len(feed.tokens) for feed in feeds], [feed.n_slots for feed in feeds], heads
         )
+        if self._had_prompt is not None and self._had_prompt != has_prompt(heads):
+            seconds += self.change
+        self._had_prompt = has_prompt(heads)
+        self.now += self._rng.choice(self.spread) * seconds
         self.spans.append((begun, self.now))
         self._let_arrive()
 
@@ -258,15 +265,26 @@ class Simulation:
             self.tickets.append(self.scheduler.submit(job))
 
 
+def has_prompt(heads: Sequence[int]) -> bool:
+    """Return whether a pass reads rows of a prompt: they need no logits."""
+    return 0 in heads
+
+
+def count_changes(pass_log: Sequence[SharedPass]) -> int:
+    """Return how often a pass reads a prompt and the next one does not, or the reverse."""
+    return sum(has_prompt(a.heads) != has_prompt(b.heads) for a, b in pairwise(pass_log))
+
+
 # ---------------------------------------------------------------------- measured passes
 
 
 SESSIONS = (1, 2, 4, 8, 16)
 ROWS = (1, 2, 3, 5, 9)  # of each session: its newest token, and draft tokens
-CHUNKS = (32, 64, 128, 256, 512)  # rows of a prompt
+CHUNKS = (32, 64, 128, 256)  # rows of a prompt; and LONGEST, or as many as fit
+LONGEST = 512
 MIXED = ((32, 4), (32, 12), (128, 4), (128, 12))  # a chunk, and sessions that decode beside it
 CACHED = (64, 512)  # positions before these rows, where the context has so many
-PASSES = 5  # of a cell in a slice: the first and the last one are not timed
+PASSES = 5  # of a cell in a slice: the last one is not timed
 
 
 class TimedPolicy(LockstepPolicy):
@@ -296,13 +314,17 @@ def list_cells(positions: int) -> list[PassCell]:
     cells = list[PassCell]()
     for cached in sorted({min(CACHED[0], positions // 8), min(CACHED[1], 3 * positions // 4)}):
         cells += [PassCell((k,) * b, 0, cached) for b in SESSIONS for k in ROWS]
-        cells += [PassCell((chunk,), 1, cached) for chunk in CHUNKS]
+        longest = min(LONGEST, positions - cached)
+        cells += [PassCell((chunk,), 1, cached) for chunk in sorted({*CHUNKS, longest})]
         cells += [PassCell((chunk, *(1,) * b), 1, cached) for chunk, b in MIXED]
     return [cell for cell in cells if 1 <= cell.cached <= positions - max(cell.rows)]
 
 
 Slice = list[list[float]]
-"""What was timed between two runs: rows of the number of a cell, and seconds of its passes."""
+"""What was timed between two runs: rows of the number of a cell, and seconds of its passes.
+
+The first of these follows the pass of another cell.
+"""
 
 
 class PassGrid:
@@ -311,6 +333,7 @@ class PassGrid:
     Slices take the kinds in turn, in an order in which neighbours differ. So all kinds are timed
     equally often over a whole experiment, and a slice tells the pace of the machine.
 
+    knots     of the costs that are fitted to all cells
     order     the cells' numbers, as they take turns
     sessions  by the positions before the rows of a cell
     """
@@ -322,6 +345,7 @@ class PassGrid:
         cells: Sequence[PassCell] | None = None,
     ):
         self.cells = list_cells(model.config.max_positions) if cells is None else cells
+        self.knots = choose_knots([sum(cell.rows) for cell in self.cells])
         self.order = random.Random(0).sample(range(len(self.cells)), len(self.cells))
         self.policy = TimedPolicy(clock)
         self.scheduler = Scheduler(self.policy, log_size=0)
@@ -348,7 +372,7 @@ class PassGrid:
                 session, is_prompt = self.sessions[cell.cached][i], i < cell.prompts
                 self.scheduler.submit(partial(repeat_pass, session, cell.cached, rows, is_prompt))
         self.scheduler.join()
-        return [round(b - a, 7) for a, b in pairwise(self.policy.times[first + 1 :])]
+        return [round(b - a, 7) for a, b in pairwise(self.policy.times[first:])]
 
 
 def summarize_slices(
@@ -360,16 +384,30 @@ def summarize_slices(
     cell's times without it.
     """
     times = dict[int, list[float]]()
-    for at, *seconds in (row for one in slices for row in one):
+    for at, _, *seconds in (row for one in slices for row in one):
         times.setdefault(int(at), []).extend(seconds)
     middles = {at: median(own) for at, own in sorted(times.items())}
-    paces = [median(median(row[1:]) / middles[int(row[0])] for row in one) for one in slices]
+    paces = [median(median(row[2:]) / middles[int(row[0])] for row in one) for one in slices]
     spread: dict[int, list[float]] = {at: [] for at in middles}
     for one, pace in zip(slices, paces, strict=True):
-        for at, *seconds in one:
+        for at, _, *seconds in one:
             spread[int(at)] += [round(own / middles[int(at)] / pace, 3) for own in seconds]
     samples = [_describe_cell(cells[at], middles[at], tuple(spread[at])) for at in middles]
     return samples, paces
+
+
+def find_change(cells: Sequence[PassCell], slices: Sequence[Slice]) -> float:
+    """Return by how many seconds a pass is slower where the last one was of the other kind.
+
+    The kinds are: with rows of a prompt, and without. 0 if there was no change, or if it is free.
+    """
+    slower = [
+        row[1] - median(row[2:])
+        for one in slices
+        for last, row in pairwise(one)
+        if (cells[int(last[0])].prompts > 0) != (cells[int(row[0])].prompts > 0)
+    ]
+    return max(median(slower or [0.0]), 0.0)
 
 
 def _describe_cell(cell: PassCell, seconds: float, spread: tuple[float, ...]) -> PassSample:

@@ -43,7 +43,8 @@ FIGURES = (
     Column("rows per pass", "rows_per_pass", ".1f"),
 )
 RATIOS = (
-    Column("simulated / real: time", "seconds_ratio", ".2f"),
+    Column("simulated / real: passes", "busy_ratio", ".2f"),
+    Column("time", "seconds_ratio", ".2f"),
     Column("completion p50", "completion_p50_ratio", ".2f"),
     Column("p99 gap", "gap_p99_ratio", ".2f"),
 )
@@ -55,7 +56,8 @@ def tabulate_serve(result: Mapping[str, Any]) -> list[Grid]:
     base, grids = find_baseline(settings["policies"]), list[Grid]()
     for label in _list_loads(settings):
         rows = {
-            policy: {**of, **{f"{k}_ratio": x for k, x in figures["ratios"][label][policy].items()}}
+            policy: {**of, "busy_ratio": None}
+            | {f"{k}_ratio": x for k, x in figures["ratios"][label][policy].items()}
             for policy, of in _add_against(figures[REAL][label], settings).items()
         }
         load = f"{label} of the capacity ({figures['capacity']:.2f} requests/s)"
@@ -149,6 +151,7 @@ def _list_agreements(ratios: Mapping[str, Any]) -> list[str]:
     """Return in how many of these runs each figure is close, and the worst."""
     clauses = list[str]()
     for name, what in (
+        ("busy", "passes"),
         ("seconds", "whole time"),
         ("completion_p50", "median completion"),
         ("gap_p99", "p99 gap"),
@@ -157,7 +160,7 @@ def _list_agreements(ratios: Mapping[str, Any]) -> list[str]:
             f"{policy}, {label}": of[name]
             for label, policies in ratios.items()
             for policy, of in policies.items()
-            if of[name] is not None
+            if of.get(name) is not None
         }
         if found:
             within = sum(abs(ratio - 1) <= CLOSE for ratio in found.values())
