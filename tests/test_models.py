@@ -81,6 +81,12 @@ def test_a_card_is_the_readme(home):
         models.read_card("tinny")
 
 
+def test_a_card_that_is_not_utf8_hides_no_model(home):
+    (save(home / "zoo" / "tiny") / "README.md").write_bytes(b"# Tiny\n\nA caf\xe9 model.\n")
+    assert models.list_known()[0].summary == "A caf\ufffd model."
+    assert "caf\ufffd" in models.read_card("tiny")
+
+
 def test_listing_imports_no_torch():
     code = (
         "import sys; from tinyspec import models; models.list_known(); print('torch' in "

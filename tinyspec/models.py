@@ -169,7 +169,7 @@ def _summary(folder: Path) -> str:
     if folder.name in FETCHABLE:
         return FETCHABLE[folder.name]
     card = folder / "README.md"
-    lines = card.read_text(encoding="utf-8").splitlines() if card.is_file() else []
+    lines = card.read_text("utf-8", "replace").splitlines() if card.is_file() else []
     prose = (line.strip() for line in lines if line.strip() and line.strip()[0] not in "#!|<-[")
     return next(prose, "")
 
@@ -178,7 +178,7 @@ def read_card(name: str) -> str:
     """Return a model's README.md: data, training, licence, samples."""
     path = find_model(name)
     if path is not None and (path / "README.md").is_file():
-        return (path / "README.md").read_text(encoding="utf-8")
+        return (path / "README.md").read_text("utf-8", "replace")
     if path is not None:
         raise TinyspecError(f"{path}: no README.md, so no card")
     if name in FETCHABLE:

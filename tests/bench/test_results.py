@@ -13,14 +13,17 @@ from tinyspec.bench import answers, curve, plot, report, summary, tally
 from tinyspec.bench.book import Sample
 from tinyspec.bench.experiments import parts
 from tinyspec.bench.harness import (
+    describe_machine,
     dump_json,
     find_quartiles,
     ratio_of_medians,
+    read_unfinished,
     record_knobs,
     save_result,
     time_interleaved,
 )
 from tinyspec.bench.plan import BenchSettings
+from tinyspec.errors import TinyspecError
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = sorted((ROOT / "tutorials" / "results").glob("*.json"))
@@ -327,3 +330,17 @@ def test_a_chapter_names_the_knobs_that_have_no_default_value() -> None:
 def test_a_chapter_on_one_task_has_no_mean() -> None:
     table = answers.describe_chapter(chapter(rag=(0.9, 1.5, 0.8)), "page.md")[0]
     assert table.splitlines()[0] == "|  | RAG | tokens per forward pass |"
+
+
+def test_a_timed_result_goes_on_only_on_its_machine(tmp_path: Path) -> None:
+    out, there = tmp_path / "r.json", {**describe_machine(), "threads": 77}
+
+    def resume(is_timed: bool = True) -> list[int]:
+        return read_unfinished(out, True, "x", {}, lambda of: of["rows"], [], is_timed)
+
+    save_result(out, {"machine": describe_machine(), "settings": {}, "rows": [1]})
+    assert resume() == [1]
+    save_result(out, {"machine": there, "settings": {}, "rows": [1]})
+    with pytest.raises(TinyspecError, match=r"another machine \(threads 77, now \d+\): name"):
+        resume()
+    assert resume(is_timed=False) == [1]

@@ -16,7 +16,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
 from tinyspec.lm.model import Model
 from tinyspec.training import corpus
-from tinyspec.training.recipe import read_recipe, read_translation_recipe
+from tinyspec.training.recipe import read_recipe, read_translation_recipe, set_recipe_values
 from tinyspec.training.train_lm import distillation_loss, train_lm
 
 RECIPE = """
@@ -103,6 +103,28 @@ def test_a_pair_is_trained_and_finds_each_other(zoo: Path) -> None:
     ).read_bytes()
     with pytest.raises(TinyspecError, match="already holds a trained model; --restart"):
         run(zoo, "teller")
+
+
+def test_the_saved_recipe_has_the_values_of_the_call(zoo: Path) -> None:
+    made, given = zoo / "made", {"train.seed": "7", "draft": '"none"'}
+    assert train_lm(
+        zoo / "teller/recipe.toml",
+        made,
+        data_folder=zoo / "data",
+        device="cpu",
+        minutes=5,
+        overrides=given,
+    ).finished
+    saved = read_recipe(made / "recipe.toml")
+    assert (saved.settings.seed, saved.settings.minutes, saved.draft) == (7, 5.0, "none")
+    assert saved == read_recipe(zoo / "teller/recipe.toml", {**given, "train.minutes": "5.0"})
+
+
+def test_a_value_replaces_a_list_of_several_lines() -> None:
+    text = 'prompts = [\n  "a",\n  "b",\n]\n\n[train]\nlr = 1e-3\n'
+    assert set_recipe_values(text, {"prompts": '["c"]'}) == (
+        'prompts = ["c"]\n\n[train]\nlr = 1e-3\n'
+    )
 
 
 def test_an_interrupted_training_leaves_no_model_and_goes_on_to_the_same_one(

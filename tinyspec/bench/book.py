@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tinyspec.bench.harness import save_result
+from tinyspec.bench.harness import describe_difference, save_result
 from tinyspec.bench.plan import BenchSettings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError
@@ -147,7 +147,7 @@ class SampleBook:
             then = noted.setdefault(arm, dict(now))
             if then != now:
                 raise TinyspecError(
-                    f"{self.path}: {arm} ran with other knobs ({_describe_difference(then, now)}): "
+                    f"{self.path}: {arm} ran with other knobs ({describe_difference(then, now)}): "
                     "start anew"
                 )
 
@@ -177,7 +177,7 @@ class SampleBook:
         book = cls(BenchSettings.from_dict(found["settings"]), path)
         now = stamp(book.settings)
         if found["machine"] != now["machine"]:
-            difference = _describe_difference(found["machine"], now["machine"])
+            difference = describe_difference(found["machine"], now["machine"])
             raise TinyspecError(f"{path} was begun on another machine ({difference})")
         book.stamps = [*found["sittings"], dict(now)]
         book.references, book.prompts = found["references"], found["prompts"]
@@ -189,11 +189,3 @@ class SampleBook:
         known = {*cls(book.settings, None, found["sittings"][-1]).as_dict()}
         book.rest = {name: value for name, value in found.items() if name not in known}
         return book
-
-
-def _describe_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{name} {a.get(name)}, now {b.get(name)}"
-        for name in {**a, **b}
-        if a.get(name) != b.get(name)
-    )

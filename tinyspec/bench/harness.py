@@ -120,6 +120,15 @@ def describe_machines(results: dict[str, dict[str, Any]]) -> str:
     )
 
 
+def describe_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """Return the entries in which two machines differ."""
+    return ", ".join(
+        f"{name} {a.get(name)}, now {b.get(name)}"
+        for name in {**a, **b}
+        if a.get(name) != b.get(name)
+    )
+
+
 def describe_units(machine: Mapping[str, Any]) -> str:
     """Return " with avx2, ..." for the vector units of a machine."""
     return " with " + ", ".join(machine["units"]) if machine["units"] else ""
@@ -204,12 +213,15 @@ def read_unfinished(
     settings: Mapping[str, Any],
     read: Callable[[dict[str, Any]], T],
     empty: T,
+    is_timed: bool = True,
 ) -> T:
     """Return what `read` takes from the file that an interrupted run left.
 
     settings  what the file's own must equal: its "settings", or else its entries of these names
     empty     what is returned if nothing is resumed, or there is no file yet
-    Raises TinyspecError if --out is missing, the file is another command's, or settings differ.
+    is_timed  whether figures depend on the machine; then it must be the same
+    Raises TinyspecError if --out is missing, the file is another command's, settings differ, or it
+    was begun on another machine.
     """
     if not resume:
         return empty
@@ -232,6 +244,13 @@ def read_unfinished(
                 f"{out} was made with {key} {known.get(key)}, not {value}: "
                 "name another --out, or leave --resume"
             )
+    machine = describe_machine()
+    if is_timed and found.get("machine", machine) != machine:
+        difference = describe_difference(found["machine"], machine)
+        raise TinyspecError(
+            f"{out} was begun on another machine ({difference}): name another --out, or leave "
+            "--resume"
+        )
     return kept
 
 

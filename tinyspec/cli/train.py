@@ -192,7 +192,8 @@ def write_recipe(
 
     from tinyspec import models
     from tinyspec.lm import checkpoint
-    from tinyspec.training.distill import draft_recipe, set_recipe_values
+    from tinyspec.training.distill import draft_recipe
+    from tinyspec.training.recipe import set_recipe_values
 
     path = models.find_model(target)
     if path is None and target in models.FETCHABLE:
@@ -292,10 +293,9 @@ def write_head_recipe(
 
     from tinyspec import models
     from tinyspec.technique import find_technique
-    from tinyspec.training.distill import set_recipe_values
     from tinyspec.training.driver import check_free
     from tinyspec.training.heads import head_recipe
-    from tinyspec.training.recipe import read_head_recipe
+    from tinyspec.training.recipe import read_head_recipe, set_recipe_values
 
     is_tuned = find_technique(method).tuned is not None
     file, is_new = out / ".tinyspec" / "recipe.toml", not out.exists()

@@ -16,8 +16,7 @@ draft's file holds only its layers.
 """
 
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -85,30 +84,6 @@ weight_decay = 0.05
 log_every = 10
 valid_every = 250
 """
-
-
-def set_recipe_values(text: str, overrides: Mapping[str, str]) -> str:
-    """Return the text of a recipe with single values set.
-
-    >>> text = 'name = "a"\\n\\n[train]\\nlr = 1e-3\\n'
-    >>> set_recipe_values(text, {"train.lr": "2e-3", "train.seed": "4", "context": "64"})
-    'context = 64\\nname = "a"\\n\\n[train]\\nseed = 4\\nlr = 2e-3\\n'
-    """
-    for key, value in overrides.items():
-        *sections, name = key.split(".")
-        head = f"[{sections[0]}]\n" if sections else ""
-        if head and head not in text:
-            text += f"\n{head}"
-        start = text.index(head) + len(head)
-        ends = text.find("\n[", start)
-        before, part, after = (
-            text[:start],
-            *((text[start:], "") if ends < 0 else (text[start:ends], text[ends:])),
-        )
-        line = f"{name} = {value}"
-        found = re.subn(rf"(?m)^{re.escape(name)} = .*$", line.replace("\\", r"\\"), part)
-        text = before + (found[0] if found[1] else f"{line}\n{part}") + after
-    return text
 
 
 def distill(

@@ -13,7 +13,12 @@ from torch import Tensor
 from tinyspec.errors import TinyspecError
 from tinyspec.training import ranks
 from tinyspec.training.card import write_card
-from tinyspec.training.recipe import HeadRecipe, Recipe, TranslationRecipe
+from tinyspec.training.recipe import (
+    HeadRecipe,
+    Recipe,
+    TranslationRecipe,
+    set_recipe_values,
+)
 from tinyspec.training.train import Batches, Loss, TrainingResult, train
 
 R = TypeVar("R", Recipe, TranslationRecipe, HeadRecipe)
@@ -74,7 +79,8 @@ class RecipeRun(Generic[R]):
         self.path, self.out, self.console = Path(path), Path(out), console
         self.print = (console or Console(quiet=True)).print
         budget = {} if minutes is None else {"train.minutes": str(float(minutes))}
-        self.recipe: R = read(self.path, {**(overrides or {}), **budget})
+        self.overrides = {**(overrides or {}), **budget}
+        self.recipe: R = read(self.path, self.overrides)
         gpu = f"cuda:{ranks.this_rank()}" if ranks.count_processes() > 1 else "cuda"
         try:
             self.device = torch.device(device or (gpu if torch.cuda.is_available() else "cpu"))
@@ -143,10 +149,14 @@ class RecipeRun(Generic[R]):
         curves: Mapping[str, Sequence[tuple[float, float]]],
         **values: Any,
     ) -> None:
-        """Put log, recipe and card beside the model, and remove the state; see `write_card`."""
+        """Put log, recipe and card beside the model, and remove the state; see `write_card`.
+
+        The recipe has the values that were used, those of the command line too.
+        """
         shutil.copyfile(self.state / "log.jsonl", self.out / "log.jsonl")
         if self.path.resolve() != (self.out / "recipe.toml").resolve():
-            shutil.copyfile(self.path, self.out / "recipe.toml")
+            text = set_recipe_values(self.path.read_text(encoding="utf-8"), self.overrides)
+            (self.out / "recipe.toml").write_text(text, encoding="utf-8")
         write_card(self.out, page, self.recipe, result, self.device, curves, **values)
         shutil.rmtree(self.state)
 

@@ -1,6 +1,7 @@
 """Read recipes: the TOML files beside checkpoints that say how they were trained."""
 
 import math
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -392,6 +393,31 @@ def read_translation_recipe(
 def read_head_recipe(path: str | Path, overrides: Mapping[str, str] | None = None) -> HeadRecipe:
     """Read the recipe of a head, as `read_recipe` does."""
     return _read_as(HeadRecipe, Path(path), overrides or {})
+
+
+def set_recipe_values(text: str, overrides: Mapping[str, str]) -> str:
+    """Return the text of a recipe with single values set.
+
+    >>> text = 'name = "a"\\n\\n[train]\\nlr = 1e-3\\n'
+    >>> set_recipe_values(text, {"train.lr": "2e-3", "train.seed": "4", "context": "64"})
+    'context = 64\\nname = "a"\\n\\n[train]\\nseed = 4\\nlr = 2e-3\\n'
+    """
+    for key, value in overrides.items():
+        *sections, name = key.split(".")
+        head = f"[{sections[0]}]\n" if sections else ""
+        if head and head not in text:
+            text += f"\n{head}"
+        start = text.index(head) + len(head)
+        ends = text.find("\n[", start)
+        before, part, after = (
+            text[:start],
+            *((text[start:], "") if ends < 0 else (text[start:ends], text[ends:])),
+        )
+        line = f"{name} = {value}"
+        old = rf"(?m)^{re.escape(name)} = (\[[^\]]*\]|.*$)"  # a list may have several lines
+        found = re.subn(old, line.replace("\\", r"\\"), part)
+        text = before + (found[0] if found[1] else f"{line}\n{part}") + after
+    return text
 
 
 KINDS = (Recipe, TranslationRecipe, HeadRecipe)

@@ -470,7 +470,7 @@ def measure_dialects(
     settings |= {"methods": [card.name for card in chosen]}
     trainings = 3 + sum(_count_trainings(card) for card in chosen)
     done: dict[str, Any] = read_unfinished(
-        out, resume, "dialects", settings, lambda found: dict(found["kinds"]), {}
+        out, resume, "dialects", settings, lambda found: dict(found["kinds"]), {}, is_timed=False
     )
     parts = None if out is None else out.with_name(out.name + ".parts")
     if parts is not None and not resume:

@@ -19,8 +19,9 @@ from tinyspec.bench.harness import show_progress_bar, stamp_result
 from tinyspec.bench.report import Column, Grid, make_grid
 from tinyspec.bench.settings import DistillSpecSettings
 from tinyspec.errors import TinyspecError
-from tinyspec.training.distill import distill, draft_recipe, set_recipe_values
+from tinyspec.training.distill import distill, draft_recipe
 from tinyspec.training.outputs import DistillSettings
+from tinyspec.training.recipe import set_recipe_values
 
 FIGURES = "figures.json"  # beside a draft, so that it is measured once
 

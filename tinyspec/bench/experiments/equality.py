@@ -128,7 +128,7 @@ def measure_equality(
         },
     }
     done: list[EqualitySample] = read_unfinished(
-        out, resume, "equality", settings, _read_samples, []
+        out, resume, "equality", settings, _read_samples, [], is_timed=False
     )
     seen = {sample.question for sample in done}
     result = _make_result(settings, done)
