@@ -211,8 +211,9 @@ def test_the_first_command_tells_two_stories_that_do_not_loop() -> None:
 
 
 @pytest.mark.skipif(not STORYTELLER.exists(), reason="models/storyteller is not trained yet")
-def test_the_bundled_race_is_lossless() -> None:
-    report = json.loads(run("race", "--json", "-n", "32", "-t", "0", "-r", "1").stdout)
+@pytest.mark.parametrize("more", [(), ("--method", "medusa")], ids=["default", "medusa"])
+def test_the_bundled_race_is_lossless(more: tuple[str, ...]) -> None:
+    report = json.loads(run("race", "--json", "-n", "32", "-t", "0", "-r", "1", *more).stdout)
     assert report["identical"] is True
     assert report["tokens_per_call"] > 1
 

@@ -7,8 +7,9 @@
 
 Names, shapes and keys of config.json are those that the loaders ask for. The tables with their
 sources are in tests/lm/test_head_formats.py. tests/lm/test_head_formats_peer.py compares logits
-with the speculators package; tests/vllm_by_hand.py ran one head of each format in vLLM, with the
-results in tutorials/results/vllm.md. vLLM 0.32.0 refuses a Medusa head with a draft vocabulary (it
+with the speculators package: it passes with 0.9.0, on transformers 5.19.0 and torch 2.13.0.
+tests/vllm_by_hand.py ran one head of each format in vLLM, with the results in
+tutorials/results/vllm.md. vLLM 0.32.0 refuses a Medusa head with a draft vocabulary (it
 forgets the name token_map when it checks what was loaded): train one with draft_vocab 0 for it. A
 folder has config.json and model.safetensors.
 What only we read stands in config.json's section "tinyspec": method, target, checksum, ranks.
