@@ -47,10 +47,10 @@ CARD = find_technique("skip_decode")
 make_decoder = partial(decoders.make_decoder, CARD)
 EMPTY = TokenTree()
 schedules = st.builds(
-    lambda speedup, depth, warmup, horizon: plan_depths(
-        speedup, depth, min(warmup, depth - 1), horizon
+    lambda speedup, depth, warmup, horizon, keep_top: plan_depths(
+        speedup, depth, min(warmup, depth - 1), horizon, keep_top
     ),
-    st.floats(1, 8), st.integers(1, 24), st.integers(0, 3), st.integers(0, 40),
+    st.floats(1, 8), st.integers(1, 24), st.integers(0, 3), st.integers(0, 40), st.booleans(),
 )  # fmt: skip
 
 
@@ -71,7 +71,8 @@ def test_the_layers_of_a_token_are_among_those_of_every_token_before(
         assert after <= before
     for t, chosen in zip(range(-2, schedule.horizon + 3), sets, strict=True):
         assert len(chosen) == schedule.count_layers(t)
-        assert schedule.depth - 1 in chosen and set(range(schedule.warmup)) <= chosen
+        assert set(range(schedule.warmup)) <= chosen
+        assert schedule.depth - 1 in chosen or not schedule.keep_top
 
 
 def test_the_middle_is_left_out() -> None:
@@ -79,6 +80,13 @@ def test_the_middle_is_left_out() -> None:
     assert schedule.layers_at(0) == [0, 5, 6, 7, 8, 9, 10, 11]
     assert schedule.layers_at(10) == [0, 9, 10, 11]
     assert schedule.plan_at(10).skip == frozenset(range(2, 18))
+
+
+def test_the_ablation_leaves_out_the_upper_layers_at_the_same_depths() -> None:
+    schedule = DepthSchedule(12, 8, 4, 1, 10, keep_top=False)
+    assert schedule.layers_at(0) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert schedule.layers_at(10) == [0, 1, 2, 3]
+    assert schedule.plan_at(10).skip == frozenset(range(8, 24))
 
 
 @pytest.mark.parametrize("speedup", [1.0, 1.25, 1.5, 2.0, 3.0, 5.0])
@@ -157,9 +165,12 @@ def test_no_speed_up_is_plain_greedy_decoding(config: Any, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_the_rows_are_those_of_the_masked_stream(config: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("keep_top", [True, False], ids=["top", "bottom"])
+def test_the_rows_are_those_of_the_masked_stream(
+    config: Any, dtype: torch.dtype, keep_top: bool
+) -> None:
     """Three ways: the session, the pass that is trained, and a dense pass in numpy."""
-    model, schedule = network(config, dtype=dtype), DepthSchedule(3, 3, 1, 0, 4)
+    model, schedule = network(config, dtype=dtype), DepthSchedule(3, 3, 1, 0, 4, keep_top)
     target, text = SkipTarget(model.session(), lambda prompt: schedule), list(PROMPT)
     target.extend(text)
     rows = []
@@ -280,17 +291,18 @@ def test_forced_text_after_new_tokens_stays_on_the_schedule() -> None:
 # ---------------------------------------------------------------------- training
 
 
-def test_the_loss_is_the_cross_entropy_of_what_the_decoder_would_compute() -> None:
+@pytest.mark.parametrize("keep_top", [True, False], ids=["top", "bottom"])
+def test_the_loss_is_the_cross_entropy_of_what_the_decoder_would_compute(keep_top: bool) -> None:
     """Texts of different prompts, one of them without an answer."""
     model = small_network(3, vocabulary=6, layers=4)
-    settings = SkipDecodeSettings(speedup=1.6, warmup=1, horizon=3)
+    settings = SkipDecodeSettings(speedup=1.6, warmup=1, horizon=3, keep_top=keep_top)
     ids = torch.randint(6, (3, 9), generator=torch.Generator().manual_seed(0))
     is_answer = torch.zeros(3, 9, dtype=torch.bool)
     is_answer[0, 2:], is_answer[1, 5:] = True, True
     batch = TrainingBatch(ids, is_answer, *[torch.empty(0)] * 3)
     tuning = Tuning(model.torch_blocks(), model, settings, {}, 0.0)
     got = skip_loss(tuning, batch, torch.Generator())
-    schedule, losses = plan_depths(1.6, 4, 1, 3), []
+    schedule, losses = plan_depths(1.6, 4, 1, 3, keep_top), []
     for row, first in ((0, 2), (1, 5)):
         text = ids[row].tolist()
         target = SkipTarget(model.session(), lambda prompt: schedule)
@@ -312,6 +324,22 @@ def test_a_tuned_model_knows_its_horizon() -> None:
         decoder = make_decoder(model, tokens=1000, speedup=1.2)
         decoder.extend(PROMPT)
         assert [decoder.step(Seeded(0)).scores.layers[0] for _ in range(8)] == expected
+
+
+def test_a_model_that_was_tuned_for_the_ablation_runs_the_lower_layers() -> None:
+    plain, rows = network(LLAMA), []
+    for keep_top in (True, False):
+        settings = {"horizon": 2, "keep_top": keep_top}
+        extra = {TUNED: {"method": "skip_decode", "settings": settings}}
+        decoder = make_decoder(
+            Model(replace(plain.config, extra=extra), plain.weights), tokens=1000, speedup=1.5
+        )
+        decoder.extend(PROMPT)
+        target = SkipTarget(plain.session(), lambda prompt: plan_depths(1.5, 3, 1, 2, keep_top))  # noqa: B023
+        target.extend(PROMPT)
+        rows.append(decoder.step(Seeded(0)).scores.logits[0])
+        assert torch.equal(rows[-1], target.score(EMPTY).logits[0])
+    assert not torch.equal(*rows)
 
 
 # ---------------------------------------------------------------------- the card

@@ -22,6 +22,8 @@ Guarantee: LOSSY in `speedup`; EXACT at 1, where every token runs all layers.
 Pitfall: keeping the bottom layers instead, which is an early exit with a decaying depth; a depth
 for each text of a batch; a schedule that rises, so that a token attends to keys that are not there
 (the session raises an error); a model that was not tuned.
+Ablation: `keep_top = false` of section [head] tunes an early exit at the same depths: it leaves out
+the upper layers, not the middle. It is measured in tutorials/results/exits-skip-bottom.md.
 Tests: tests/early_exit/test_skip_decode.py (`decode_with_schedule` against the code that runs, on
 every outcome; nested layers; the cost; a batch) and laws/exit_laws.py (the exact joint
 distribution).
@@ -30,7 +32,7 @@ of e over N tokens is L / speedup, rounded, as far as w < e <= L allows, and e_m
 that allows. Prompts of a batch need no padding on the left, because a place is counted from a
 text's own first new token. Forced text after new tokens runs on the schedule: the depth cannot rise
 again. Not measured, because the bench keeps sums over a text: the perplexity by position (in the
-paper), and an early exit at the same depths (it leaves out the upper layers, not the middle).
+paper).
 """
 
 import math
@@ -102,6 +104,7 @@ class DepthSchedule(NamedTuple):
     most, least  e_max and e_min
     warmup       w
     horizon      N; 0: the depth does not fall
+    keep_top     whether the upper layers are kept; otherwise the lower ones, an early exit
     """
 
     depth: int
@@ -109,6 +112,7 @@ class DepthSchedule(NamedTuple):
     least: int
     warmup: int
     horizon: int
+    keep_top: bool = True
 
     def count_layers(self, t: int) -> int:
         """Return e(t).
@@ -127,6 +131,8 @@ class DepthSchedule(NamedTuple):
         >>> DepthSchedule(6, 4, 2, 1, 2).layers_at(0), DepthSchedule(6, 4, 2, 1, 2).layers_at(2)
         ([0, 3, 4, 5], [0, 5])
         """
+        if not self.keep_top:
+            return [*range(self.count_layers(t))]
         first = self.depth - (self.count_layers(t) - self.warmup)
         return [*range(self.warmup), *range(max(first, self.warmup), self.depth)]
 
@@ -146,7 +152,9 @@ class DepthSchedule(NamedTuple):
         return table[:, steps.clamp(0, self.horizon)]
 
 
-def plan_depths(speedup: float, depth: int, warmup: int, horizon: int) -> DepthSchedule:
+def plan_depths(
+    speedup: float, depth: int, warmup: int, horizon: int, keep_top: bool = True
+) -> DepthSchedule:
     """Return the schedule whose mean depth over `horizon` new tokens is about L / speedup.
 
     A token runs at least `warmup` + 1 layers, so a large speedup may not be reached. With horizon 0
@@ -163,7 +171,7 @@ def plan_depths(speedup: float, depth: int, warmup: int, horizon: int) -> DepthS
     both = 2 * depth / speedup  # e_max + e_min
     least = min(max(round(both) - depth, warmup + 1), depth)
     most = max(min(round(both) - least, depth), least)
-    return DepthSchedule(depth, most, least, warmup, horizon)
+    return DepthSchedule(depth, most, least, warmup, horizon, keep_top)
 
 
 class SkipTarget:
@@ -237,12 +245,14 @@ class SkipTarget:
 class SkipDecodeSettings:
     """What a model is tuned for: section [head] of a recipe.
 
-    horizon  N, the new tokens over which the depth falls
+    horizon   N, the new tokens over which the depth falls
+    keep_top  false: leave out the upper layers, not the middle (the ablation)
     """
 
     speedup: float = 2.0
     warmup: int = 1
     horizon: int = 128
+    keep_top: bool = True
 
     def __post_init__(self) -> None:
         if not (1 <= self.speedup <= 8 and self.warmup >= 0 and self.horizon >= 1):
@@ -256,7 +266,11 @@ def skip_loss(tuning: Tuning, batch: TrainingBatch, generator: torch.Generator) 
     """
     settings, blocks = tuning.settings, tuning.blocks
     schedule = plan_depths(
-        settings.speedup, blocks.config.n_layers, settings.warmup, settings.horizon
+        settings.speedup,
+        blocks.config.n_layers,
+        settings.warmup,
+        settings.horizon,
+        settings.keep_top,
     )
     ids, is_answer = batch.ids, batch.is_answer[:, :-1]
     if not is_answer.any():
@@ -305,13 +319,13 @@ def skip_decode(request: Request, *, speedup: float, warmup: int, horizon: int) 
     """Return a decoder whose tokens run fewer layers the later they stand."""
     session: Any = request.target
     model = session.model
-    tuned_horizon = tuned_settings(model, "skip_decode", SkipDecodeSettings).horizon
+    tuned = tuned_settings(model, "skip_decode", SkipDecodeSettings)
 
     def make_schedule(prompt: int) -> DepthSchedule:
         longest = find_longest_output(request, prompt)
-        chosen = horizon or (tuned_horizon if is_tuned_for(model, "skip_decode") else longest)
+        chosen = horizon or (tuned.horizon if is_tuned_for(model, "skip_decode") else longest)
         n_falling = 0 if chosen == math.inf else int(chosen)
-        return plan_depths(speedup, model.config.n_layers, warmup, n_falling)
+        return plan_depths(speedup, model.config.n_layers, warmup, n_falling, tuned.keep_top)
 
     if speedup == 1:
         return request.decoder(BaseDrafter(), verify_tree)
