@@ -161,7 +161,7 @@ CODE_LINES = {
     "_core": 957,
     "lm": 6265,
     "decoding": 2068,
-    "chapters": 14663,
+    "chapters": 14668,
     "laws": 19779,
     "museum": 3705,
     "training": 3486,

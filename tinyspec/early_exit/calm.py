@@ -163,8 +163,8 @@ def load_exit_classifier(extras: Mapping[str, Tensor], name: str) -> tuple[Any, 
     """
     if WEIGHT not in extras or BIAS not in extras:
         raise TinyspecError(
-            f"{name} has no exit classifier: `tinyspec train exits --model {name}` trains one for a "
-            "language model; or choose the measure softmax or saturation"
+            f"{name} has no exit classifier: `tinyspec train exits --model {name}` trains one of a "
+            "language model, or choose the measure softmax or saturation"
         )
     return as_doubles(extras[WEIGHT]), float(extras[BIAS])
 

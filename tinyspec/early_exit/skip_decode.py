@@ -23,7 +23,7 @@ Pitfall: keeping the bottom layers instead, which is an early exit with a decayi
 for each text of a batch; a schedule that rises, so that a token attends to keys that are not there
 (the session raises an error); a model that was not tuned.
 Ablation: `keep_top = false` of section [head] tunes an early exit at the same depths: it leaves out
-the upper layers, not the middle. It is measured in tutorials/results/exits-skip-bottom.md.
+the upper layers, not the middle. What the paper's choice gains over it is not measured yet.
 Tests: tests/early_exit/test_skip_decode.py (`decode_with_schedule` against the code that runs, on
 every outcome; nested layers; the cost; a batch) and laws/exit_laws.py (the exact joint
 distribution).
@@ -265,13 +265,8 @@ def skip_loss(tuning: Tuning, batch: TrainingBatch, generator: torch.Generator) 
     New token 0 of a text is the first that the model wrote.
     """
     settings, blocks = tuning.settings, tuning.blocks
-    schedule = plan_depths(
-        settings.speedup,
-        blocks.config.n_layers,
-        settings.warmup,
-        settings.horizon,
-        settings.keep_top,
-    )
+    depth, chosen = blocks.config.n_layers, (settings.horizon, settings.keep_top)
+    schedule = plan_depths(settings.speedup, depth, settings.warmup, *chosen)
     ids, is_answer = batch.ids, batch.is_answer[:, :-1]
     if not is_answer.any():
         return blocks.embed.sum() * 0
