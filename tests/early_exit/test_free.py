@@ -25,6 +25,7 @@ from tinyspec.early_exit.free import (
     MAX_FITS,
     FreeSettings,
     ThresholdEstimator,
+    TwoDepthRule,
     align_layers,
     beta_log_density,
     choose_threshold,
@@ -217,6 +218,31 @@ def test_the_fits_end() -> None:
     assert not estimator.is_learning
     estimator.add_pair(0.99, False)
     assert estimator.refit() == threshold
+
+
+@pytest.mark.parametrize("first", [0.05, 0.99])
+def test_the_estimator_moves_the_threshold_to_where_both_depths_agree(first: float) -> None:
+    """The paper's idea, and its ablation: `adaptive` off. Half of the tokens match.
+
+    Their confidences are Beta(8, 2), those of the others Beta(2, 8). From 0.48 on, more than zeta
+    of the tokens with one confidence are matches, so 0.5 is the threshold of the grid.
+    """
+    random = np.random.default_rng(0)
+    is_match = random.random(2400) < 0.5
+    confidence = np.where(is_match, random.beta(8, 2, 2400), random.beta(2, 8, 2400))
+    estimator = ThresholdEstimator(first, 0.4, 0.3)
+    for c, match in zip(confidence[:400], is_match[:400], strict=True):
+        estimator.add_pair(float(c), bool(match))
+    found = []
+    for adaptive in (True, False):
+        rule = TwoDepthRule(1, first, (lambda: estimator) if adaptive else None)
+        rule.begin(None)
+        leaves = confidence[400:] > rule.threshold
+        found.append((rule.threshold, leaves.mean(), is_match[400:][leaves].mean()))
+    (threshold, share, agreement), (fixed, share_fixed, agreement_fixed) = found
+    assert threshold == pytest.approx(0.5, abs=0.07) and fixed == first
+    assert agreement > 0.95 and 0.45 < share < 0.55
+    assert agreement_fixed < 0.6 if first < 0.5 else share_fixed < 0.02
 
 
 def test_the_estimator_pays_for_the_rows_that_it_reads() -> None:

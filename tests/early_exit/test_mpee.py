@@ -91,6 +91,35 @@ def test_a_classifier_without_memory_reads_its_own_layer_alone() -> None:
     assert not torch.allclose(first[1], second[1])
 
 
+def test_the_memory_joins_what_two_layers_tell() -> None:
+    """The paper's idea, and its ablation. Made-up states: each layer tells one bit of the class.
+
+    Right answers of the second classifier, of 100: 100 with the memory, 47 without it. Who knows
+    one bit of two is right in 50.
+    """
+    config = Config(9, 8, 2, 2, 1, 4, 12, 12, positions="learned")
+    right = {}
+    for is_recycled in (True, False):
+        generator = torch.Generator().manual_seed(0)
+        model = MpeeClassifier.create(config, 4, seed=0, is_recycled=is_recycled)
+        names = ("update.weight", "gate.weight", "1.exit.weight")
+        weights = [model.weights[name].requires_grad_() for name in names]
+        optimizer = torch.optim.Adam(weights, lr=0.03)
+        for _ in range(100):
+            bits = torch.randint(2, (64, 2), generator=generator)
+            memory = torch.zeros(64, 8)
+            for layer in range(2):
+                state = 0.3 * torch.randn(64, 8, generator=generator)
+                state[:, layer] += 2.0 * bits[:, layer] - 1
+                memory = model.update_memory(state, memory)
+            logits, labels = memory @ weights[-1].T, bits @ torch.tensor([2, 1])
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(logits, labels).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        right[is_recycled] = float((logits.argmax(dim=1) == labels).float().mean())
+    assert right[True] >= 0.9 and right[False] <= 0.7
+
+
 # ---------------------------------------------------------------------- training
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+import tinyspec
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
@@ -12,6 +13,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.models import likeliest_token, small_network
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.traps import cllm as traps
+from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
 from tinyspec.lm.model import Model
 from tinyspec.nonautoregressive import cllm as module
@@ -126,12 +128,12 @@ def test_settings_without_a_meaning_are_named_in_one_line(
 # ---------------------------------------------------------------------- what runs
 
 
-def begin(model: Any, n: int, **knobs: Any) -> Any:
+def begin(model: Any, n: int, prompt: Any = (1, 2), **knobs: Any) -> Any:
     stop = StoppingCriteria(max_new_tokens=n)
     request = Request(model.session(), sampling=SamplingParams(0.0), stop=stop)
     request.positions = model.config.max_positions
     decoder = CARD.make(request, **knobs)
-    decoder.extend((1, 2))
+    decoder.extend(prompt)
     return decoder
 
 
@@ -152,3 +154,48 @@ def test_the_text_is_the_models_own_greedy_text() -> None:
         while len(text) < 14:
             text.append(likeliest_token(model.row(text)))
         assert decoder.context == text
+
+
+@pytest.mark.slow
+def test_tuning_fixes_more_tokens_in_a_sweep_and_not_without_the_consistency_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The paper's idea, and its ablation, on four texts that the original wrote: they stay.
+
+    Sweeps for 4 x 16 tokens in blocks of 8: 24 of the original, 19 after 40 steps, 24 after 40
+    steps with the autoregressive loss alone. Of networks 0 to 5 together: 212, 170, 189.
+    """
+    original = small_network(1, 6, 2)
+    prompts = torch.randint(6, (4, 3), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def write(model: Model) -> list[list[int]]:
+        options: Any = {"max_new_tokens": 16, "temperature": 0}
+        return [[*p, *tinyspec.generate(model, p, **options).tokens] for p in prompts]
+
+    def count_sweeps(model: Model) -> int:
+        decoders = [begin(model, 16, prompt, block=8) for prompt in prompts]
+        for decoder in decoders:
+            while not decoder.finished:
+                decoder.step(Seeded(decoder.rounds))
+        return sum(decoder.rounds for decoder in decoders)
+
+    texts, empty = write(original), torch.empty(4, 19, 0)
+    is_answer = (torch.arange(19) >= 2) & (torch.arange(19) < 12)
+    batch = TrainingBatch(torch.tensor(texts), is_answer.expand(4, -1), empty, empty.long(), empty)
+    sweeps = [count_sweeps(original)]
+    for is_consistent in (True, False):
+        if not is_consistent:
+            monkeypatch.setattr(module, "consistency_loss", lambda fixed, early: 0.0)
+        weights = {name: w.clone().requires_grad_() for name, w in original.weights.items()}
+        blocks, generator = Blocks(original.config, weights), torch.Generator().manual_seed(0)
+        tuning = Tuning(blocks, original, CllmSettings(block=8), {}, 0.0)
+        optimizer = torch.optim.Adam(weights.values(), lr=0.01)
+        for _ in range(40):
+            optimizer.zero_grad()
+            cllm_loss(tuning, batch, generator).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        tuned = Model(original.config, {name: w.detach() for name, w in weights.items()})
+        assert write(tuned) == texts
+        sweeps.append(count_sweeps(tuned))
+    print(sweeps)
+    assert sweeps[1] <= min(sweeps[0], sweeps[2]) - 3

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.nonautoregressive.test_nat import fit
 from tinyspec.bench.experiments.dialects import (
     SAT,
     SAT_KD,
@@ -22,6 +23,7 @@ from tinyspec.laws.rewriting_laws import random_reader
 from tinyspec.laws.traps.sat import group_writer, most_words, write_groups
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import Lockstep, Seq2Seq
+from tinyspec.nonautoregressive import sat as module
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.nonautoregressive.sat import (
     SatBeamRefiner,
@@ -30,6 +32,7 @@ from tinyspec.nonautoregressive.sat import (
     fits_groups,
     group_mask,
     sat_batch_loss,
+    sat_loss,
     shift_by_group,
     translate_batch_in_groups,
     translate_in_groups,
@@ -104,6 +107,53 @@ def test_inputs_are_shifted_by_a_group_and_filled_up() -> None:
     inputs, labels = shift_by_group(config, torch.tensor([[5, 6, 7, 8], [4, 0, 0, 0]]), 2)
     assert inputs.tolist() == [[1, 1, 5, 6, 7, 8], [1, 1, 4, 0, 0, 0]]
     assert labels.tolist() == [[5, 6, 7, 8, 2, 0], [4, 2, 0, 0, 0, 0]]
+
+
+def causal_mask(length: int, k: int, device: object = None) -> torch.Tensor:
+    """Return the ablation of `group_mask`: no position sees a later one, in no group."""
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def test_the_relaxed_mask_lets_a_position_see_the_later_inputs_of_its_group() -> None:
+    """The last input of the second group is changed. It is a word of the first group: known."""
+    for k, seed in product((2, 3, 4), range(3)):
+        model, n = group_writer(seed, k), 2 * k
+        memory = model.encode(torch.tensor([SOURCES[2]]))
+        inputs = torch.tensor([[1] * k + [5] * k, [1] * k + [5] * (k - 1) + [6]])
+        for mask, is_relaxed in ((group_mask, True), (causal_mask, False)):
+            states = model.decode(model.embed(inputs), memory.select_rows([0, 0]), mask(n, k))
+            one, other = model.logits(states)
+            assert torch.equal(one[:k], other[:k])  # the first group
+            assert [torch.allclose(one[t], other[t]) for t in range(k, n - 1)] == [
+                not is_relaxed
+            ] * (k - 1)
+            assert not torch.allclose(one[-1], other[-1])
+
+
+@pytest.mark.slow
+def test_the_relaxed_mask_learns_a_word_that_the_causal_mask_hides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The paper's idea, and its ablation. Three random words of four; the third repeats the second.
+
+    Groups of two: the third word begins the second group, and the second word is the last input of
+    this group. Right third words of 100: 100, and 22 with the causal mask. Chance is 25.
+    """
+    words = torch.randint(4, 8, (500, 3), generator=torch.Generator().manual_seed(0))
+    words[:, 2] = words[:, 1]
+    held, train = words[:200], [((4,), text) for text in words[200:].tolist()]
+    right = {}
+    for mask in (group_mask, causal_mask):
+        monkeypatch.setattr(module, "group_mask", mask)
+        config = Seq2SeqConfig(8, 32, 4, 64, 1, 2, 12)
+        model = Seq2Seq.create(config, torch.Generator().manual_seed(1))
+        fit(lambda model, batch, _: sat_loss(model, batch, 2), model, train, 100, 1e-2)
+        inputs, labels = shift_by_group(config, held, 2)
+        memory = model.encode(torch.full((len(held), 1), 4))
+        logits = model.logits(model.decode(model.embed(inputs), memory, mask(inputs.shape[1], 2)))
+        right[mask] = float((logits.argmax(dim=-1) == labels)[:, 2].float().mean())
+    print(list(right.values()))
+    assert right[group_mask] >= 0.9 and right[causal_mask] <= 0.4
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
