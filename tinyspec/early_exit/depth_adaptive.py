@@ -31,6 +31,8 @@ weights = "uniform" all losses of the exits weigh the same, one of the paper's s
 Guarantee: LOSSY in `threshold`; EXACT at inf, where no token leaves, whatever the predictor.
 Pitfall: thresholds on the greatest probability alone, under this name; exits without an oracle; a
 gradient of the predictors in the decoder.
+Ablation: random exits of the same mean depth. On made-up tokens, easy and hard ones, trained
+predictors agree with the last layer more often (a test).
 Tests: tests/early_exit/test_depth_adaptive.py (`predict_exit` against the code that runs, token by
 token; the oracles; predictors trained on made-up states, against random exits of the same depths)
 and laws/exit_laws.py (the exact joint distribution of all four).

@@ -41,6 +41,8 @@ token.
 State: the pairs outlive a request (`persistent`), one list per model and set of knobs, while the
 model lives. So the text of a seed depends on earlier requests; with `adaptive` off it does not. In
 a batch no text may depend on other requests, so the threshold stays as it is given.
+Ablation: `adaptive` off. On made-up confidences the estimator moves a threshold that is too low or
+too high to where both depths agree, and without it the threshold stays (a test).
 Tests: tests/early_exit/test_free.py (`decode_in_two_depths` against the code that runs; the cache;
 the fit; the loss) and laws/exit_laws.py (the exact joint distribution at thresholds that bite).
 Left out: the rollback of tokens, the trained confidence head, and the fixed mappings of layers, all

@@ -31,6 +31,8 @@ has an experiment of its own, `tinyspec bench mpee`. At rho = 1 and tau = 1 it i
 bit for bit.
 Pitfall: one direction alone; tokens that are dropped instead of fused; the attention of the current
 layer alone; a confidence of 1.0 that leaves at tau = 1.
+Ablation: no memory, or no distillation: either has fewer right answers (tutorials/results/mpee.md).
+In a test the memory joins what two layers tell of the class.
 Tests: tests/early_exit/test_mpee.py (`classify_text` against the code that runs; the fusion; the
 operations against torch's own count; the loss).
 Left out: the paper's tasks and encoder, GLUE and BERT. The experiment asks who wrote a passage, and

@@ -25,6 +25,8 @@ Guarantee: APPROX: no ratio gives the teacher's distribution. The code that runs
 enumeration of all label sequences (laws/traps/nag_bert.py). At ratio 1 all positions are labelled.
 Pitfall: one eos, so that the CRF never sees what follows it; the context-aware term left out, as in
 the released training code, which has a plain cross-entropy in its place.
+Ablation: no pre-training, no context-aware term, no CRF. A test has all of them: pre-training adds
+right translations, and the two others lower repeats.
 Tests: tests/nonautoregressive/test_nag_bert.py (`decode_ratio_first` against the code that runs;
 the loss, number by number; the signs of its gradient; pre-training, and the context-aware term,
 against training without them).

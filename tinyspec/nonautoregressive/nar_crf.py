@@ -22,6 +22,8 @@ position takes its likeliest word.
 Pitfall: transitions that do not depend on the position, under the name of dynamic ones (public
 implementations have only static ones); special tokens that take places in the beam; right words
 that are no candidates: then p(y | x) may exceed 1.
+Ablation: the words alone, with `transitions = "none"`. Then two dialects are mixed (a test), and
+translations of Multi30k are worse (tutorials/results/translation.md).
 Tests: tests/nonautoregressive/test_nar_crf.py (`decode_structured` against the code that runs; the
 loss, number by number; the ablation on two dialects); tests/nonautoregressive/test_crf.py (Z,
 marginals and Viterbi against all sentences).

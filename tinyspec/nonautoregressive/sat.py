@@ -27,6 +27,8 @@ bit for bit. The code that runs is compared with a second version in plain lists
 with an enumeration of all texts.
 Pitfall: a causal mask inside a group, which hides words that are known; K heads on one state,
 which is blockwise decoding; looking for the end only in the last word of a group.
+Ablation: a causal mask inside groups too. Then a word that repeats the last input of its group is
+not learnt (a test).
 Tests: tests/nonautoregressive/test_sat.py (`translate_in_groups` against the code that runs; K = 1
 against the teacher; the mask; the cache against dense passes for every K; ends and limits inside a
 group; beam search against all texts).

@@ -25,6 +25,8 @@ Guarantee: APPROX: no setting gives the teacher's distribution. The code that ru
 a second version in plain lists (laws/traps/synst.py).
 Pitfall: groups of a fixed size under the name of chunks; sizes without labels; a word decoder that
 does not read the chunks; scores with the chunks of the reference, which no translator knows.
+Ablation: groups of a fixed size in the place of chunks. Then the orders of two dialects are mixed
+(a test).
 Tests: tests/nonautoregressive/test_synst.py (`translate_by_chunks` against the code that runs; beam
 search over chunks against all of them; the loss; chunks; the ablation on dialects whose trees are
 known).
