@@ -382,6 +382,11 @@ def test_a_finished_run_is_not_repeated(model: str, result: dict[str, Any], tmp_
     assert again["samples"][: len(cut["samples"])] == cut["samples"]
     assert [row[:3] for row in again["passes"]] == [row[:3] for row in result["passes"]]
     assert again["slices"] == result["slices"] and again["repeated"] == result["repeated"]
+    older = {**result, "passes": [row[:5] for row in result["passes"]]}
+    out.write_text(dump_json(older), encoding="utf-8")
+    with pytest.raises(TinyspecError, match="is no result of `tinyspec bench serve`"):
+        serve.measure_serve(tiny(model), quiet=True, out=out, resume=True)
+    out.write_text(dump_json(result), encoding="utf-8")
     with pytest.raises(TinyspecError, match="was made with requests 3, not 4"):
         serve.measure_serve(tiny(model, requests=4), quiet=True, out=out, resume=True)
 

@@ -5,6 +5,7 @@ import lzma
 import os
 import random
 import signal
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +119,14 @@ def test_the_saved_recipe_has_the_values_of_the_call(zoo: Path) -> None:
     saved = read_recipe(made / "recipe.toml")
     assert (saved.settings.seed, saved.settings.minutes, saved.draft) == (7, 5.0, "none")
     assert saved == read_recipe(zoo / "teller/recipe.toml", {**given, "train.minutes": "5.0"})
+
+
+def test_a_value_is_found_however_it_is_written() -> None:
+    text = "a=1\n\n[train]  # how long\n  lr  =  1e-3   # high\n"
+    want = "a = 2\n\n[train]  # how long\nlr = 2e-3\n"
+    assert set_recipe_values(text, {"a": "2", "train.lr": "2e-3"}) == want
+    added = set_recipe_values("a = 1", {"train.seed": "4"})
+    assert tomllib.loads(added) == {"a": 1, "train": {"seed": 4}}
 
 
 def test_a_value_replaces_a_list_of_several_lines() -> None:

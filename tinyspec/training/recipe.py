@@ -404,19 +404,17 @@ def set_recipe_values(text: str, overrides: Mapping[str, str]) -> str:
     """
     for key, value in overrides.items():
         *sections, name = key.split(".")
-        head = f"[{sections[0]}]\n" if sections else ""
-        if head and head not in text:
-            text += f"\n{head}"
-        start = text.index(head) + len(head)
+        head = rf"(?m)^\[{re.escape(sections[0])}\].*\n" if sections else ""
+        if head and not re.search(head, text):
+            text = f"{text.rstrip()}\n\n[{sections[0]}]\n"
+        found = re.search(head, text)
+        start = found.end() if found else 0
         ends = text.find("\n[", start)
-        before, part, after = (
-            text[:start],
-            *((text[start:], "") if ends < 0 else (text[start:ends], text[ends:])),
-        )
+        part, after = (text[start:], "") if ends < 0 else (text[start:ends], text[ends:])
         line = f"{name} = {value}"
-        old = rf"(?m)^{re.escape(name)} = (\[[^\]]*\]|.*$)"  # a list may have several lines
-        found = re.subn(old, line.replace("\\", r"\\"), part)
-        text = before + (found[0] if found[1] else f"{line}\n{part}") + after
+        old = rf"(?m)^[ \t]*{re.escape(name)}[ \t]*=[ \t]*(\[[^\]]*\]|.*$)"  # or a list's lines
+        new, times = re.subn(old, line.replace("\\", r"\\"), part)
+        text = text[:start] + (new if times else f"{line}\n{part}") + after
     return text
 
 

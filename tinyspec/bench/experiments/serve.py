@@ -185,6 +185,8 @@ def measure_serve(
 
 
 def _read_kept(found: dict[str, Any]) -> dict[str, Any]:
+    if any(len(row) < 6 for row in found["passes"]):
+        raise ValueError("a run of an older version, without the sums of its passes")
     return {name: found[name] for name in ("slices", "samples", "passes", "repeated")}
 
 
