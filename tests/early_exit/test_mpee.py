@@ -94,7 +94,7 @@ def test_a_classifier_without_memory_reads_its_own_layer_alone() -> None:
 def test_the_memory_joins_what_two_layers_tell() -> None:
     """The paper's idea, and its ablation. Made-up states: each layer tells one bit of the class.
 
-    Right answers of the second classifier, of 100: 100 with the memory, 47 without it. Who knows
+    Right answers of the second classifier, of 100: 100 with the memory, 44 without it. Who knows
     one bit of two is right in 50.
     """
     config = Config(9, 8, 2, 2, 1, 4, 12, 12, positions="learned")
@@ -105,11 +105,11 @@ def test_the_memory_joins_what_two_layers_tell() -> None:
         names = ("update.weight", "gate.weight", "1.exit.weight")
         weights = [model.weights[name].requires_grad_() for name in names]
         optimizer = torch.optim.Adam(weights, lr=0.03)
-        for _ in range(100):
-            bits = torch.randint(2, (64, 2), generator=generator)
-            memory = torch.zeros(64, 8)
+        for _ in range(80):
+            bits = torch.randint(2, (200, 2), generator=generator)
+            memory = torch.zeros(200, 8)
             for layer in range(2):
-                state = 0.3 * torch.randn(64, 8, generator=generator)
+                state = 0.3 * torch.randn(200, 8, generator=generator)
                 state[:, layer] += 2.0 * bits[:, layer] - 1
                 memory = model.update_memory(state, memory)
             logits, labels = memory @ weights[-1].T, bits @ torch.tensor([2, 1])
@@ -117,6 +117,7 @@ def test_the_memory_joins_what_two_layers_tell() -> None:
             torch.nn.functional.cross_entropy(logits, labels).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         right[is_recycled] = float((logits.argmax(dim=1) == labels).float().mean())
+    print(right)
     assert right[True] >= 0.9 and right[False] <= 0.7
 
 

@@ -162,8 +162,9 @@ def test_tuning_fixes_more_tokens_in_a_sweep_and_not_without_the_consistency_los
 ) -> None:
     """The paper's idea, and its ablation, on four texts that the original wrote: they stay.
 
-    Sweeps for 4 x 16 tokens in blocks of 8: 24 of the original, 19 after 40 steps, 24 after 40
-    steps with the autoregressive loss alone. Of networks 0 to 5 together: 212, 170, 189.
+    Sweeps for 4 x 16 tokens in blocks of 8: 24 of the original, 20 after 30 steps, 29 after 30
+    steps with the autoregressive loss alone. Of networks 0 to 5 together: 212, 172 and 192, where
+    some texts change.
     """
     original = small_network(1, 6, 2)
     prompts = torch.randint(6, (4, 3), generator=torch.Generator().manual_seed(0)).tolist()
@@ -190,7 +191,7 @@ def test_tuning_fixes_more_tokens_in_a_sweep_and_not_without_the_consistency_los
         blocks, generator = Blocks(original.config, weights), torch.Generator().manual_seed(0)
         tuning = Tuning(blocks, original, CllmSettings(block=8), {}, 0.0)
         optimizer = torch.optim.Adam(weights.values(), lr=0.01)
-        for _ in range(40):
+        for _ in range(30):
             optimizer.zero_grad()
             cllm_loss(tuning, batch, generator).backward()  # type: ignore[no-untyped-call]
             optimizer.step()

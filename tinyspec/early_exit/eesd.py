@@ -28,6 +28,10 @@ and takes it back breaks the joint distribution. (To sample the layer of the exi
 is another method.)
 State: a and b outlive a request (`persistent`), one pair per model and set of knobs, while the
 model lives. In a batch each request has its own: no text may depend on other requests.
+Ablation: control = fixed. In a test with simulated rounds Thompson sampling is within 3 % of the
+best length at three acceptance rates, and a fixed length of 8 has less than 0.6 of its speed at the
+lowest one. On a trained model the two were not compared. In another test drafts of an untrained
+layer are accepted less often.
 Tests: tests/early_exit/test_eesd.py (`draft_by_thompson` against the code that runs, on every
 outcome; the length against all lengths; the posterior; the rows are those of a dense pass; a fitted
 layer) and laws F1 and F2.

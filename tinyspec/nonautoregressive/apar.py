@@ -38,6 +38,10 @@ independent given the text that they share.
 Pitfall: a [Child] that is sampled; details that see each other; a loop over the details; a loss on
 the part of an example that repeats the main text, so that roots count many times; a [Fork] that is
 computed in both streams.
+Ablation: streams = 1. In a test it writes the same text in more passes; forks = 0 is plain
+decoding. On storyteller-apar a pass yields 2.14 tokens, and 1.00 in plain decoding. But answers are
+longer and take 9.2 times as long, and their quality was not measured
+(tutorials/results/streams-apar.md).
 Tests: tests/nonautoregressive/test_apar.py (`write_by_forks` against the code that runs; joint
 distribution of main text and detail; rows and passes counted; examples by hand; a tuned model's
 streams).

@@ -34,8 +34,8 @@ and shuffle z. After a collapse, decoding without noise fails: the decoder was t
 z, and the mode of the prior lies far from most of them. Draw z (`temperature`) instead: then
 96.4 % of distilled dialects with words of their own (training/dialects.py) are valid, without noise
 46.2 %. Of raw ones 90.2 % are, and 100 % without (tutorials/results/dialects-flowseq.md).
-Ablation: latent vectors that are not read, or those of another sentence. Then two dialects are
-mixed (a test).
+Ablation: latent vectors that are not read: two dialects are mixed. With those of another sentence a
+target is not given back (two tests).
 Tests: tests/nonautoregressive/test_flowseq.py (`translate_by_flow` against the code that runs; the
 flow's inverse, its log-determinant by Jacobians; the bound; two dialects, with latent vectors that
 are exchanged; without couplings two dialects are told apart too, since the decoder reads all of z).

@@ -24,7 +24,7 @@ targets are the teacher's (distillation). The first decoder and the refiner begi
 Guarantee: APPROX: no number of iterations gives the teacher's distribution. One iteration is the
 first decoder alone. The code that runs is compared with a second version in plain lists.
 Pitfall: one decoder that is trained for one pass and iterated; no denoising; words without states.
-Ablation: `denoising = 0` of section [translator]. On dialects ten passes then have far fewer right
+Ablation: `denoising = 0` of `refinement_loss`. On dialects ten passes then have far fewer right
 translations (a test, and tutorials/results/dialects.md).
 Tests: tests/nonautoregressive/test_iterative_refinement.py (`refine_translation` against the code
 that runs, pass by pass; the stop; the corruptions, all of them enumerated; the passes of the loss).

@@ -34,6 +34,10 @@ the answer is plain decoding's.
 Pitfall: a loop over the points, which saves nothing; points that read the answers of others; one
 noise for all points; an empty answer where the skeleton has no points (the released code); nothing
 that decides when not to.
+Ablation: router = never, which is plain decoding, or a loop over the points. In a test points take
+as many passes together as the longest one. On SmolLM2 a pass yields 1.27 tokens in place of 1.00.
+But answers are twice as long and take 2.2 times as long, and their quality was not measured
+(tutorials/results/streams.md).
 Tests: tests/nonautoregressive/test_sot.py (`answer_by_skeleton` against the code that runs; joint
 distribution of two points against the product; passes and rows counted; the router; no points).
 Left out: the paper's demonstrations and its prompts for single models, of which we have our own
