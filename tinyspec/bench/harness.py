@@ -121,7 +121,7 @@ def describe_machines(results: dict[str, dict[str, Any]]) -> str:
 
 
 def describe_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """Return the entries in which two machines differ."""
+    """Return the entries in which two mappings differ, in words."""
     return ", ".join(
         f"{name} {a.get(name)}, now {b.get(name)}"
         for name in {**a, **b}

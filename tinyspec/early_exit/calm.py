@@ -29,9 +29,9 @@ the last. The paper also fine-tuned its models with losses at every exit (`tinys
 Guarantee: LOSSY in `threshold`; EXACT at inf, where no token leaves, whatever the other knobs.
 Pitfall: the greatest probability in place of the gap; copying the keys and values of the exit's
 layer instead of the state; a threshold that only looked best on the examples.
-Ablation: a test of thresholds that goes on after a failure. It errs with 38 % where 5 % are allowed
-(tests/early_exit/test_calibrate.py). Confidence itself: every fixed exit has a row in
-tutorials/results/exits.md.
+Ablation: a calibration that goes on after the first threshold that fails its test. It errs with 38
+% where 5 % are allowed (tests/early_exit/test_calibrate.py). Without a measure of confidence it is
+a fixed exit: those have rows in tutorials/results/exits.md.
 Tests: tests/early_exit/test_calm.py (`run_until_confident` against the code that runs, layer by
 layer; both ends; the classifier) and laws/exit_laws.py (the exact joint distribution at thresholds
 that bite).

@@ -158,7 +158,8 @@ def plan_depths(
     """Return the schedule whose mean depth over `horizon` new tokens is about L / speedup.
 
     A token runs at least `warmup` + 1 layers, so a large speedup may not be reached. With horizon 0
-    every token runs e_max layers. Raises TinyspecError if the warm-up leaves no layer after it.
+    every token runs e_max layers. keep_top is that of `DepthSchedule`.
+    Raises TinyspecError if the warm-up leaves no layer after it.
 
     >>> plan_depths(2, 10, 1, 64)[1:3], plan_depths(1.25, 10, 1, 64)[1:3]
     ((8, 2), (10, 6))
@@ -264,9 +265,9 @@ def skip_loss(tuning: Tuning, batch: TrainingBatch, generator: torch.Generator) 
 
     New token 0 of a text is the first that the model wrote.
     """
-    settings, blocks = tuning.settings, tuning.blocks
-    depth, chosen = blocks.config.n_layers, (settings.horizon, settings.keep_top)
-    schedule = plan_depths(settings.speedup, depth, settings.warmup, *chosen)
+    own, blocks = tuning.settings, tuning.blocks
+    depth = blocks.config.n_layers
+    schedule = plan_depths(own.speedup, depth, own.warmup, own.horizon, own.keep_top)
     ids, is_answer = batch.ids, batch.is_answer[:, :-1]
     if not is_answer.any():
         return blocks.embed.sum() * 0

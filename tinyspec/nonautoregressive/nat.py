@@ -24,7 +24,8 @@ compared with a second version that walks all fertility sequences (laws/nonautor
 Pitfall: a length head with evenly spread copies in place of fertilities; no positional attention;
 candidates scored by the student itself.
 Ablation: `parallel`, whose copies are uniform. It has fewer right translations of dialects with
-fertilities of their own (tutorials/results/dialects.md).
+fertilities of their own (tutorials/results/dialects.md). It lacks the attention over positions too,
+so the gap is not the fertilities' alone.
 Tests: tests/nonautoregressive/test_nat.py (`decode_noisy_parallel` against the code that runs; T is
 the sum of the fertilities; samples of a larger s contain those of a smaller; the gradient of
 fine-tuning is that of the exact expectation).

@@ -151,7 +151,8 @@ class RecipeRun(Generic[R]):
     ) -> None:
         """Put log, recipe and card beside the model, and remove the state; see `write_card`.
 
-        The recipe has the values that were used, those of the command line too.
+        A recipe that is copied has the values that were used, those of the command line too. One
+        that lay in the folder already stays as it is.
         """
         shutil.copyfile(self.state / "log.jsonl", self.out / "log.jsonl")
         if self.path.resolve() != (self.out / "recipe.toml").resolve():

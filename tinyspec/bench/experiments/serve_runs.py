@@ -13,9 +13,9 @@ A request that arrives during a pass takes part in the next one. In a simulation
 from inside the forward pass, so that this is the same.
 
 `PassGrid` times the passes from which the costs are fitted. They run in a scheduler too, and count
-from one turn to the next. So the work of Python between two passes is part of them. A pass that
-decodes is slower right after one that reads a prompt, and the reverse: weights have left the
-caches. These *changes* are timed apart. The grid runs in slices between the runs, which also tell
+from one turn to the next. So the work of Python between two passes is part of them. A pass may be
+slower where the last one was of the other kind: one of the two reads a prompt, and one only
+decodes. Such a *change* is timed apart. The grid runs in slices between the runs, which also tell
 the *pace* of the machine: other work makes all passes slower for a while, and a run is simulated at
 the pace of the slices before and after it.
 """
