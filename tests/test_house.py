@@ -164,11 +164,11 @@ CODE_LINES = {
     "chapters": 14668,
     "laws": 19779,
     "museum": 3705,
-    "training": 3484,
-    "bench": 10089,
+    "training": 3488,
+    "bench": 10107,
     "grade": 4400,
     "serve": 1054,
-    "cli": 2831,
+    "cli": 2839,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

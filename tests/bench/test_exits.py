@@ -478,6 +478,11 @@ def test_the_command_writes_all_three_and_goes_on_where_it_was(
     assert "made with tokens 6, not 7" in failed(
         run(*words[:-2], "--methods", "calm", "--tokens", "7", "--out", str(out), "--resume")
     )
+    more = tmp_path / "more.txt"
+    more.write_text(Path(texts).read_text()[1:])
+    assert "was made with inputs" in failed(
+        run(*words, "--texts", str(more), "--methods", "calm", "--resume")
+    )
     out.write_text("{}")
     assert "no result of `tinyspec bench exits`" in failed(run(*words, "--resume"))
 

@@ -12,6 +12,7 @@ from tinyspec.bench.experiments import long_context
 from tinyspec.bench.experiments.long_context import FULL, PLAIN, LongSample
 from tinyspec.bench.harness import dump_json
 from tinyspec.bench.report import write_page
+from tinyspec.errors import TinyspecError
 from tinyspec.lm.session import Session
 
 pytestmark = pytest.mark.slow  # it measures in real time
@@ -28,7 +29,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def measure(model: str, out: Path | None = None, resume: bool = False, **more: Any) -> Any:
     """Two contexts, two budgets and two passages of a text; a clock that ticks when it is read."""
     given = {"contexts": (24, 48), "budgets": (16, 8), "prompts": 2, "tokens": 12, **more}
-    settings = long_context.LongContextSettings(model, gamma2=3, texts=(TEXT,), **given)
+    given = {"texts": (TEXT,), **given}
+    settings = long_context.LongContextSettings(model, gamma2=3, **given)
     ticks = iter(range(1 << 30))
     clock = lambda: float(next(ticks))  # noqa: E731
     result = long_context.measure_long_contexts(settings, out, resume, quiet=True, clock=clock)
@@ -142,6 +144,8 @@ def test_an_interrupted_run_goes_on(
     assert whole["samples"][: len(kept)] == kept
     assert len(whole["samples"]) == 4 * len(ARMS)
     assert measure(model, out, resume=True)["samples"] == whole["samples"]
+    with pytest.raises(TinyspecError, match="was made with inputs"):
+        measure(model, out, resume=True, texts=(TEXT[::-1],))
 
 
 def test_the_command_writes_both(model: str, tmp_path: Path) -> None:

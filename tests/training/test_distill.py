@@ -88,6 +88,10 @@ def test_a_text_depends_on_its_number_alone_and_written_ones_are_kept(
     assert len(grown) == 9 and all(
         torch.equal(a.ids, b.ids) for a, b in zip(first, grown, strict=False)
     )
+    asks[2] = TargetPrompt([*asks[2].ids, 1])  # the data has changed
+    changed = outputs.write_outputs(model, asks, asking, tmp_path / "o")
+    assert changed[2].ids[: len(asks[2].ids)].tolist() == asks[2].ids
+    assert torch.equal(changed[4].ids, first[4].ids)
     (tmp_path / "o" / "00000.pt").write_bytes(b"broken")
     with pytest.raises(TinyspecError, match="delete it, and it is written again"):
         outputs.write_outputs(model, asks, asking, tmp_path / "o")
@@ -342,6 +346,10 @@ def test_what_is_wrong_is_an_error_of_one_line(zoo: Zoo, tmp_path: Path) -> None
     assert "--recipe FILE, or --distill" in failed(run(*lm))
     assert "no such model" in failed(run(*lm, "--distill", str(tmp_path / "nothing")))
     assert "tinyspec models fetch smollm2" in failed(run(*lm, "--distill", "smollm2"))
+    assert "--compile is not for drafts" in failed(run(*lm, "--distill", zoo.big, "--compile"))
+    (tmp_path / "old.txt").write_bytes("déjà vu".encode("latin1"))
+    prompts = ("--prompts", str(tmp_path / "old.txt"))
+    assert "old.txt: not UTF-8 text" in failed(run(*lm, "--distill", zoo.big, *prompts))
     big = [*lm, "--distill", zoo.big]
     assert "did you mean 'tokens'" in failed(run(*big, "--set", "distill.tokes=3"))
     assert "temperature is 0" in failed(run(*big, "--set", "distill.temperature=0"))

@@ -5,13 +5,14 @@ two that take turns meet the same. A result file contains the samples that its f
 and a test recomputes them.
 """
 
+import hashlib
 import json
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,8 +21,10 @@ from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from tinyspec.errors import TinyspecError
+from tinyspec.lm.checkpoint import hash_weights
 from tinyspec.progress import progress_bar
 from tinyspec.technique import json_number
 
@@ -204,6 +207,17 @@ def save_result(path: Path | None, result: Mapping[str, Any]) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(dump_json(result), encoding="utf-8")
     os.replace(part, path)
+
+
+def identify_inputs(
+    weights: Iterable[Mapping[str, Tensor]], texts: Iterable[Sequence[int]]
+) -> list[str]:
+    """Return a hash of each model's weights, and one of all texts: names alone may stay the same.
+
+    Among the settings of a result, they keep --resume from mixing samples of different inputs.
+    """
+    ids = json.dumps([list(text) for text in texts]).encode()
+    return [*map(hash_weights, weights), hashlib.blake2b(ids, digest_size=8).hexdigest()]
 
 
 def read_unfinished(

@@ -27,6 +27,13 @@ def train() -> None:
     """
 
 
+def check_text(_context: Any, _option: Any, path: Path | None) -> Path | None:
+    """Return the path; raise TinyspecError unless the file is text."""
+    if path is not None:
+        base.read_text(path)
+    return path
+
+
 out_option = option(
     "--out", required=True, type=OUTPUT_FOLDER, help="The folder of the checkpoint."
 )
@@ -88,6 +95,7 @@ DRAFT_SETTINGS = {
 @option(
     "--prompts",
     type=base.INPUT_FILE,
+    callback=check_text,
     help="--distill: what the target is asked, in paragraphs. "
     "[default: from the data at hand, and itself]",
 )
@@ -140,6 +148,8 @@ def lm(
     if distill is not None or read_recipe(recipe, overrides).distill:
         from tinyspec.training.distill import distill as train_draft
 
+        if compiled is not None:
+            raise TinyspecError("--compile is not for drafts: their training is never compiled")
         given = {DRAFT_SETTINGS[name]: str(x) for name, x in draft.items() if x is not None}
         ended, final = train_draft(recipe, out, prompts=prompts, overrides=given | overrides, **run)
         if ended.finished:
@@ -228,6 +238,7 @@ def write_recipe(
 @option(
     "--prompts",
     type=base.INPUT_FILE,
+    callback=check_text,
     help="What the target is asked, in paragraphs. [default: from the data at hand, and itself]",
 )
 @training_options

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tinyspec import data, models
 from tinyspec.errors import TinyspecError, suggest_nearest
-from tinyspec.lm.borrowed import embedding_checksum
+from tinyspec.lm.checkpoint import hash_weights
 from tinyspec.lm.model import Model
 from tinyspec.lm.scheduler import Scheduler, run_together
 from tinyspec.speculative.drafting.distillspec import DIVERGENCES
@@ -243,8 +243,7 @@ def outputs_folder(model: Model, asking: OutputSettings, prompts: Path | None = 
     text = "" if prompts is None else prompts.read_text(encoding="utf-8")
     settings = _as_dict(asking)
     settings.pop("texts")  # further texts are added to the folder
-    weights = embedding_checksum(model.weights["embed"])
-    key = json.dumps([weights, model.config.n_layers, settings, text], sort_keys=True)
+    key = json.dumps([hash_weights(model.weights), settings, text], sort_keys=True)
     name = f"{model.name}-{zlib.crc32(key.encode()):08x}"
     return models.models_folder().parent / "outputs" / name
 
@@ -261,10 +260,19 @@ def write_outputs(
     where: Path,
     console: Console | None = None,
 ) -> list[TargetOutput]:
-    """Return the outputs to these prompts, from the files in the folder or sampled now."""
+    """Return the outputs to these prompts, from the files in the folder or sampled now.
+
+    A file whose outputs follow other prompts is written again: the data may have changed.
+    """
 
     def compute(first: int, batch: Sequence[TargetPrompt]) -> Any:
         return [tuple(output) for output in sample_outputs(model, batch, asking, first)]
+
+    def follow(content: Sequence[Any], batch: Sequence[TargetPrompt]) -> bool:
+        return len(content) >= len(batch) and all(
+            ids[: len(prompt.ids)].tolist() == list(prompt.ids)
+            for (ids, *_), prompt in zip(content, batch, strict=False)
+        )
 
     where.mkdir(parents=True, exist_ok=True)
     (where / "asking.json").write_text(
@@ -276,7 +284,7 @@ def write_outputs(
         asking.batch,
         compute,
         name_file=lambda first: f"{first // asking.batch:05d}.pt",
-        is_complete=lambda content, batch: len(content) >= len(batch),
+        is_complete=follow,
         title=f"texts of {model.name}",
         console=console,
     )

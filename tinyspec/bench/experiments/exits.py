@@ -58,6 +58,7 @@ from tinyspec.bench.experiments.exit_arms import (
     run_full_model,
 )
 from tinyspec.bench.harness import (
+    identify_inputs,
     name_dtype,
     read_unfinished,
     record_knobs,
@@ -103,6 +104,9 @@ def measure_exits(
         "prompts": len(texts),
         **what,
         "stages": given.stages,
+        "inputs": identify_inputs(
+            [subject.model.weights], [[*text.source, *text.prompt, *text.rest] for text in texts]
+        ),
     }
     arms = [*fixed, *(arm for family in asked for arm in family)]
     done: dict[str, list[Any]] = read_unfinished(out, resume, "exits", settings, _read_samples, {})

@@ -30,6 +30,7 @@ from tinyspec.bench.arms import (
 from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.experiments.exit_arms import draw_passages, read_classics
 from tinyspec.bench.harness import (
+    identify_inputs,
     read_unfinished,
     record_knobs,
     save_result,
@@ -231,6 +232,9 @@ def measure_long_contexts(
         "gamma1": given.gamma1,
         "gamma2": given.gamma2,
         "seed": given.seed,
+        "inputs": identify_inputs(
+            [model.weights, drafts[0].weights], [passage.prompt for passage in passages]
+        ),
     }
     done: list[LongSample] = read_unfinished(
         out, resume, "long-context", settings, _read_samples, []

@@ -17,6 +17,7 @@ from tinyspec.bench.arms import disable_eos, list_draft_names
 from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.experiments.exit_arms import draw_passages, read_classics
 from tinyspec.bench.harness import (
+    identify_inputs,
     name_dtype,
     read_unfinished,
     record_knobs,
@@ -30,7 +31,6 @@ from tinyspec.bench.report import Column, Grid, describe_provenance, make_grid
 from tinyspec.bench.settings import OnlineSettings
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start_generation
-from tinyspec.lm.checkpoint import hash_weights
 from tinyspec.lm.model import Model
 from tinyspec.technique import Clock, find_technique
 
@@ -87,7 +87,6 @@ def measure_online(
     settings = {
         "model": target.name,
         "draft": draft.name,
-        "weights": [hash_weights(model.weights) for model in (target, draft)],
         "dtype": name_dtype(target.dtype),
         "prompts": given.prompts,
         "chunk": given.chunk,
@@ -96,6 +95,7 @@ def measure_online(
         "temperature": given.temperature,
         "seed": given.seed,
         "knobs": {arm: record_knobs(of) for arm, of in knobs.items()},
+        "inputs": identify_inputs([target.weights, draft.weights], [one.prompt for one in asked]),
     }
     samples: list[OnlineSample] = read_unfinished(out, resume, "osd", settings, _read_samples, [])
     model, done = disable_eos(target), len(samples) // len(METHODS)

@@ -17,6 +17,7 @@ from tinyspec import models
 from tinyspec.bench.arms import disable_eos
 from tinyspec.bench.experiment import Experiment, Result
 from tinyspec.bench.harness import (
+    identify_inputs,
     name_dtype,
     read_unfinished,
     record_knobs,
@@ -74,6 +75,7 @@ def search_skip_set(
         "tokens": tokens,
         "temperature": given.temperature,
         "seed": given.seed,
+        "inputs": identify_inputs([model.weights], texts),
     }
     done: list[dict[str, Any]] = read_unfinished(
         out, resume, "skip", settings, _read_evaluations, []

@@ -81,11 +81,11 @@ CATALOGUE = {
 WAITING = {
     "B20": "caches that drop what they can no longer see; here eviction is a visible set, and a "
     "rollback always defined",
-    "B25": "drafts made by heads",
+    "B25": "nothing: a tree is built from the chances of the heads that there are",
     "B36": "drafts with another tokenizer; today they are an error that names them",
     "B43": "the benchmark, which stands above the laws; its own tests hold it to this",
     "B44": "the benchmark, as above",
-    "S2": "typical acceptance and its relatives",
+    "S2": "Medusa's acceptance by a nucleus, which is left out",
     "S3": "nothing: a default is no law",
     "S8": "the benchmark, as above",
     "S9": "the benchmark, as above",
