@@ -653,6 +653,7 @@ class ServeSettings:
             "lockstep",
             "prefill-first",
             "fcfs",
+            "sarathi",
             *(f"sarathi:budget={budget}" for budget in (32, 64, 128, 256)),
         ),
         "NAME or NAME:knob=value.",
