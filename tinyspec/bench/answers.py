@@ -1,6 +1,7 @@
 """Compute the figures and tables of the page of results. Its prose is in `results.md.jinja`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -190,12 +191,18 @@ EXIT_COLUMNS = (
 )
 
 
-def tabulate_exits_together(*results: Result) -> str:
-    """Return the exits of several models in one table: each technique at its best setting."""
+def tabulate_exits_together(*results: Result, settings: Sequence[str] = ()) -> str:
+    """Return the exits of several models in one table.
+
+    settings  labels that every model has a row of; none: each technique at its best setting
+    """
     rows = {
-        f"{label}, {result['settings']['model']}": of
-        for result in results
-        for label, of in choose_best_rows(result).items()
+        f"{label}, {result['settings']['model']}": result["figures"][label]
+        for label, result in (
+            product(settings, results)
+            if settings
+            else ((best, one) for one in results for best in choose_best_rows(one))
+        )
     }
     columns = [one for one in list_exit_columns(results[0]) if one.heading in EXIT_COLUMNS]
     return make_grid("", rows, columns).to_markdown()

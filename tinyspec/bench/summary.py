@@ -37,7 +37,8 @@ OPTIONAL = (
     "batches-long", "clients", "serve-smollm2", "streams", "streams-apar", "bench-quantized-draft",
     "heads-eesd", "exits-consistent", "bench-speed", "bench-head-cost", "heads-sizes-smollm2",
     "dialects-deep", "dialects-flowseq", "exits-hash", "bench-kangaroo", "bench-space",
-    "bench-medusa2", "bench-cllm", "exits-free", "exits-skip", "translation-sat",
+    "bench-medusa2", "bench-cllm", "exits-free", "exits-skip",
+    "exits-skip-bottom", "exits-consistent-flat", "translation-sat",
 )  # fmt: skip
 """The results that the page quotes as soon as the folder has them."""
 UNTIMED = (
@@ -61,6 +62,7 @@ TABLED = (
 """The experiments that have a page of their own, by what its name has before a hyphen."""
 LABELLED = (
     "exits", "exits-consistent", "exits-hash", "exits-free", "exits-skip", "exits-translator",
+    "exits-skip-bottom", "exits-consistent-flat",
     "translation", "heads",
     "heads-eesd", "batches", "batches-long", "streams", "streams-apar",
 )  # fmt: skip
