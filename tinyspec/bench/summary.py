@@ -38,7 +38,8 @@ OPTIONAL = (
     "heads-eesd", "exits-consistent", "bench-speed", "bench-head-cost", "heads-sizes-smollm2",
     "dialects-deep", "dialects-flowseq", "exits-hash", "bench-kangaroo", "bench-space",
     "bench-medusa2", "bench-cllm", "exits-free", "exits-skip",
-    "exits-skip-bottom", "exits-consistent-flat", "translation-sat",
+    "exits-skip-bottom", "exits-consistent-flat", "exits-translator-test", "heads-smollm2",
+    "translation-sat",
 )  # fmt: skip
 """The results that the page quotes as soon as the folder has them."""
 UNTIMED = (
@@ -51,6 +52,7 @@ UNTIMED = (
     "heads-sizes",
     "heads-eesd",
     "heads-sizes-smollm2",
+    "heads-smollm2",
 )
 """Those of them in which nothing is timed: any machine gives the same figures."""
 
@@ -62,9 +64,9 @@ TABLED = (
 """The experiments that have a page of their own, by what its name has before a hyphen."""
 LABELLED = (
     "exits", "exits-consistent", "exits-hash", "exits-free", "exits-skip", "exits-translator",
-    "exits-skip-bottom", "exits-consistent-flat",
+    "exits-skip-bottom", "exits-consistent-flat", "exits-translator-test",
     "translation", "heads",
-    "heads-eesd", "batches", "batches-long", "streams", "streams-apar",
+    "heads-eesd", "heads-smollm2", "batches", "batches-long", "streams", "streams-apar",
 )  # fmt: skip
 """Those of them whose labels begin with a method: what has a row there is measured."""
 BY_HAND = ("vllm.md",)
