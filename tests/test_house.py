@@ -165,7 +165,7 @@ CODE_LINES = {
     "laws": 19779,
     "museum": 3705,
     "training": 3488,
-    "bench": 10116,
+    "bench": 10117,
     "grade": 4400,
     "serve": 1054,
     "cli": 2839,
