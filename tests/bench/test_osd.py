@@ -95,6 +95,8 @@ def test_an_interrupted_run_learns_again_and_goes_on(
     assert counts(measured(zoo, out=out, resume=True)) == counts(result)
     with pytest.raises(TinyspecError, match=r"made with knobs .* name another --out"):
         measured(zoo, out=out, resume=True, lr=0.01)
+    with pytest.raises(TinyspecError, match="was made with inputs"):
+        measured(zoo, out=out, resume=True, texts=(TEXT[::-1],))
     broken = json.loads(out.read_text())
     broken["samples"] = broken["samples"][:3]
     out.write_text(json.dumps(broken))

@@ -102,6 +102,9 @@ def test_a_search_writes_what_the_knob_takes(zoo: Zoo, tmp_path: Path) -> None:
         str(out),
     )
     assert "tokens 4, not 5" in failed(run(*call, "--prompts", "1", "--tokens", "5"))
+    again["inputs"][0] = "of other weights"
+    out.write_text(json.dumps(again))
+    assert "made with inputs ['of other weights'" in failed(run(*call, *QUICK))
 
 
 def test_an_interrupted_search_leaves_its_evaluations(

@@ -212,9 +212,10 @@ def save_result(path: Path | None, result: Mapping[str, Any]) -> None:
 def identify_inputs(
     weights: Iterable[Mapping[str, Tensor]], texts: Iterable[Sequence[int]]
 ) -> list[str]:
-    """Return a hash of each model's weights, and one of all texts: names alone may stay the same.
+    """Return a hash of each model's weights, and one of all texts.
 
-    Among the settings of a result, they keep --resume from mixing samples of different inputs.
+    They stand among the settings of a result. A model or a text may change and keep its name; then
+    --resume stops, and does not mix the samples of both.
     """
     ids = json.dumps([list(text) for text in texts]).encode()
     return [*map(hash_weights, weights), hashlib.blake2b(ids, digest_size=8).hexdigest()]

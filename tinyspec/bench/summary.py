@@ -39,7 +39,7 @@ OPTIONAL = (
     "dialects-deep", "dialects-flowseq", "exits-hash", "bench-kangaroo", "bench-space",
     "bench-medusa2", "bench-cllm", "exits-free", "exits-skip",
     "exits-skip-bottom", "exits-consistent-flat", "exits-translator-test", "heads-smollm2",
-    "heads-typical", "translation-sat",
+    "heads-typical", "batches-medium", "translation-sat",
 )  # fmt: skip
 """The results that the page quotes as soon as the folder has them."""
 UNTIMED = (
@@ -67,7 +67,7 @@ LABELLED = (
     "exits", "exits-consistent", "exits-hash", "exits-free", "exits-skip", "exits-translator",
     "exits-skip-bottom", "exits-consistent-flat", "exits-translator-test",
     "translation", "heads", "heads-eesd", "heads-smollm2", "heads-typical",
-    "batches", "batches-long", "streams", "streams-apar",
+    "batches", "batches-long", "batches-medium", "streams", "streams-apar",
 )  # fmt: skip
 """Those of them whose labels begin with a method: what has a row there is measured."""
 BY_HAND = ("vllm.md",)

@@ -27,8 +27,8 @@ def train() -> None:
     """
 
 
-def check_text(_context: Any, _option: Any, path: Path | None) -> Path | None:
-    """Return the path; raise TinyspecError unless the file is text."""
+def check_encoding(_context: Any, _option: Any, path: Path | None) -> Path | None:
+    """Return the path; raise TinyspecError unless the file is UTF-8 text."""
     if path is not None:
         base.read_text(path)
     return path
@@ -95,7 +95,7 @@ DRAFT_SETTINGS = {
 @option(
     "--prompts",
     type=base.INPUT_FILE,
-    callback=check_text,
+    callback=check_encoding,
     help="--distill: what the target is asked, in paragraphs. "
     "[default: from the data at hand, and itself]",
 )
@@ -238,7 +238,7 @@ def write_recipe(
 @option(
     "--prompts",
     type=base.INPUT_FILE,
-    callback=check_text,
+    callback=check_encoding,
     help="What the target is asked, in paragraphs. [default: from the data at hand, and itself]",
 )
 @training_options

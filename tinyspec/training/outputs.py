@@ -268,7 +268,7 @@ def write_outputs(
     def compute(first: int, batch: Sequence[TargetPrompt]) -> Any:
         return [tuple(output) for output in sample_outputs(model, batch, asking, first)]
 
-    def follow(content: Sequence[Any], batch: Sequence[TargetPrompt]) -> bool:
+    def follow_prompts(content: Sequence[Any], batch: Sequence[TargetPrompt]) -> bool:
         return len(content) >= len(batch) and all(
             ids[: len(prompt.ids)].tolist() == list(prompt.ids)
             for (ids, *_), prompt in zip(content, batch, strict=False)
@@ -284,7 +284,7 @@ def write_outputs(
         asking.batch,
         compute,
         name_file=lambda first: f"{first // asking.batch:05d}.pt",
-        is_complete=follow,
+        is_complete=follow_prompts,
         title=f"texts of {model.name}",
         console=console,
     )

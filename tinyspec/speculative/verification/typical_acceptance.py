@@ -24,7 +24,8 @@ token is not sampled at all: it need only be drafted and pass. With `argmax` not
 temperature only moves the threshold, and every seed gives the same text. At temperature 0 the text
 is plain decoding's at any epsilon. The paper claims the quality of the text, not its distribution.
 The authors' README says that giving up the distribution makes sampled text faster than greedy text.
-Tokens per pass at temperature 0.8, beside the exact test: tutorials/results/heads-typical.md.
+At temperature 0.8, tutorials/results/heads-typical.md counts its tokens per pass, and those of the
+exact test with the same head.
 Pitfall: a threshold without the entropy. Such a threshold rejects even the likeliest token where
 the target is unsure. With the entropy the likeliest token always passes, if delta < 1: exp(-H(p))
 is at most the greatest p(x).
