@@ -84,7 +84,8 @@ def test_a_text_depends_on_its_number_alone_and_written_ones_are_kept(
         == outputs.outputs_folder(model, asking)
         != outputs.outputs_folder(model, OutputSettings(texts=9))
     )
-    tuned = Model(model.config, {**model.weights, "norm.weight": model.weights["norm.weight"] + 1})
+    weights = {**model.weights, "norm.weight": model.weights["norm.weight"] + 1}
+    tuned = Model(model.config, weights, name=model.name)  # with the same embeddings
     assert outputs.outputs_folder(tuned, asking) != outputs.outputs_folder(model, asking)
     grown = outputs.write_outputs(model, outputs.make_prompts(model, more), more, tmp_path / "o")
     assert len(grown) == 9 and all(
