@@ -3,11 +3,14 @@
 import json
 import math
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+from torch import Tensor
 
 import tinyspec
 from tests.training.interrupting import check_it_goes_on_to_the_same_weights
@@ -22,6 +25,8 @@ from tinyspec.lm.heads import (
     head_weights,
     mean_cross_entropy,
     read_head,
+    restore_bytes,
+    store_in_bytes,
 )
 from tinyspec.lm.model import Model
 from tinyspec.lm.stack import UnrolledLayer
@@ -276,6 +281,62 @@ def test_a_vocabulary_of_the_heads_own_is_kept_in_its_file(zoo: Zoo, tmp_path: P
     assert not any(name.startswith("lm_heads") for name in weights)
     used = run("generate", "--model", zoo.big, "--method", "medusa", "--head", str(out), "the cat")
     assert used.exit_code == 0, used.output
+
+
+def test_a_head_in_bytes_takes_half_the_file_and_nearly_the_same_weights(
+    zoo: Zoo, tmp_path: Path
+) -> None:
+    wide, bytes_ = tmp_path / "wide", tmp_path / "bytes"
+    for out, stored in ((wide, "bfloat16"), (bytes_, "int8")):
+        done = train(zoo, out, "--set", f"stored='{stored}'")
+        assert done.exit_code == 0, done.output
+        assert f"stored in {stored};" in (out / "README.md").read_text()
+    sizes = [(out / "model.safetensors").stat().st_size for out in (wide, bytes_)]
+    assert 0.5 < sizes[1] / sizes[0] < 0.6
+    two, one = read_head(wide).weights, read_head(bytes_).weights
+    assert one.keys() == two.keys()
+    for name, w in two.items():
+        if w.is_floating_point():
+            largest = w.float().abs().amax(-1, keepdim=True)
+            allowed = largest * (0.5 / 127 + 2**-8 if w.ndim > 1 else 2**-8)
+            assert bool(((one[name] - w).abs() <= allowed).all()), name
+    used = run("generate", "--model", zoo.big, "--method", "medusa", "--head", str(bytes_), "a")
+    assert used.exit_code == 0, used.output
+
+
+def test_whole_numbers_and_a_row_of_zeros_come_back_from_bytes() -> None:
+    rows = torch.tensor([[127.0, -127.0, 3.0], [0.0, 0.0, 0.0], [-254.0, 2.0, 0.0]])
+    weights = {"a": rows, "bias": torch.tensor([0.3])}
+    stored = store_in_bytes(weights)
+    assert {name: w.dtype for name, w in stored.items()} == {
+        "a": torch.int8, "a_scale": torch.float32, "bias": torch.float32
+    }  # fmt: skip
+    again = restore_bytes(stored)
+    assert again.keys() == weights.keys()
+    assert all(torch.equal(again[name], w) for name, w in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("damage", "wrong"),
+    [
+        (lambda scale: [], " has numbers of the type int8"),
+        (lambda scale: [scale.T], "_scale is not a tensor of medusa"),
+        (lambda scale: [scale * math.nan], " has numbers that are not finite"),
+    ],
+)
+def test_bytes_whose_scales_are_wrong_are_one_line(
+    damage: Callable[[Tensor], list[Tensor]], wrong: str, zoo: Zoo, tmp_path: Path
+) -> None:
+    out = tmp_path / "head"
+    assert train(zoo, out, "--set", "stored='int8'").exit_code == 0
+    file = out / "model.safetensors"
+    stored = safetensors.torch.load_file(file)
+    name = next(name for name, w in stored.items() if w.dtype == torch.int8)
+    for scale in damage(stored.pop(f"{name}_scale")):
+        stored[f"{name}_scale"] = scale.contiguous()
+    safetensors.torch.save_file(stored, file)
+    told = ["--model", zoo.big, "--method", "medusa", "--head", str(out), "a"]
+    assert f"{name}{wrong}" in failed(run("generate", *told))
 
 
 def test_an_interrupted_training_ends_with_the_same_weights(

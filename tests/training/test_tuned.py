@@ -188,6 +188,11 @@ def test_a_tuned_model_is_no_head(zoo: Zoo, tmp_path: Path) -> None:
     assert "not the config of a head" in said
 
 
+def test_a_tuned_model_is_not_stored_in_bytes(zoo: Zoo, tmp_path: Path) -> None:
+    said = failed(tune(zoo, tmp_path / "model", "--set", "stored='int8'"))
+    assert "stored is 'int8': space tunes the model itself, which is stored in 'bfloat16'" in said
+
+
 @pytest.mark.parametrize(("trainer", "method"), [(heads.train_head, "space"),
                                                  (tuned.train_tuned, "medusa")])  # fmt: skip
 def test_a_trainer_names_a_method_of_the_other_kind(

@@ -4,6 +4,12 @@ A head's folder holds config.json and model.safetensors. The section "tinyspec" 
 the method, the target, a checksum of the target's embedding, and the settings that decide the
 shapes. The tensors have the names that the method's authors or vLLM use. On a loaded model they are
 among `model.extras`, as "method/name".
+
+A large head can be stored in bytes, half of bfloat16. Each row w of a matrix becomes whole numbers
+
+    q = round(w / s),   s = max |w| / 127
+
+and s is the tensor NAME_scale, [..., 1]. When the head is read, w is q * s in float32.
 """
 
 import json
@@ -33,6 +39,8 @@ T = TypeVar("T")
 TOKEN_MAP = "token_map"  # the tensor of ids that a head may propose, rising; vLLM's name
 RANKS = "ranks"  # [depths, RANKED] how often each candidate was right, on held-out texts
 RANKED = 10  # candidates of a depth that are measured
+SCALE = "_scale"  # ends the name of a tensor of scales
+MOST_BYTE = 127
 SETTINGS = "settings/"  # leads the names of a head's settings among a model's extras
 NO_ROW = -1  # of a token that a head has no row for
 MOST_HEADS = 64  # heads, and layers of each: a damaged file must not ask for millions
@@ -331,10 +339,32 @@ def read_head_config(folder: str | Path) -> dict[str, Any]:
 def read_head(folder: str | Path) -> HeadFile:
     """Read a head's folder. Raises TinyspecError, one line, for what is missing or damaged."""
     own = read_head_config(folder)
-    weights = read_head_weights(folder)
+    weights = restore_bytes(read_head_weights(folder))
     return HeadFile(
         own["method"], own["head_of"], own["check"], own["settings"], own["values"], weights
     )
+
+
+def store_in_bytes(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors whose matrices are bytes with scales, and whose vectors stay as they are."""
+    stored = dict(weights)
+    for name, w in weights.items():
+        if w.ndim > 1:
+            scale = w.float().abs().amax(-1, keepdim=True) / MOST_BYTE
+            of_row = torch.where(scale > 0, scale, 1.0)  # a row of zeros
+            stored[name] = (w.float() / of_row).round().to(torch.int8)
+            stored[name + SCALE] = scale
+    return stored
+
+
+def restore_bytes(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that `store_in_bytes` stored, in float32; others stay as they are."""
+    weights = dict(stored)
+    for name, q in stored.items():
+        scale = stored.get(name + SCALE)
+        if q.dtype == torch.int8 and scale is not None and scale.shape == (*q.shape[:-1], 1):
+            weights[name] = q.float() * weights.pop(name + SCALE).float()
+    return weights
 
 
 def read_head_weights(folder: str | Path) -> dict[str, Tensor]:

@@ -216,7 +216,7 @@ class Tokenizer:
         """Write these three files into a folder; the chat template as chat_template.jinja."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        self.backend.save(str(folder / "tokenizer.json"))
+        self.backend.save(str(folder / "tokenizer.json"), pretty=False)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.config}
         (folder / "tokenizer_config.json").write_text(
             json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8"

@@ -71,7 +71,7 @@ def train_bpe(
     )
     bpe.train_from_iterator(texts, trainer)
     folder.mkdir(parents=True, exist_ok=True)
-    bpe.save(str(folder / "tokenizer.json"))
+    bpe.save(str(folder / "tokenizer.json"), pretty=False)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

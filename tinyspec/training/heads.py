@@ -37,6 +37,7 @@ from tinyspec.lm.heads import (
     FrozenTarget,
     HeadFile,
     freeze_target,
+    store_in_bytes,
     write_head,
 )
 from tinyspec.lm.model import Model
@@ -145,6 +146,8 @@ def train_head(
     with torch.no_grad(), autocast(where):
         figures, ranks = measure_head(trained, weights, frozen, batches.held_batches)
     stored: dict[str, Tensor] = {name: w.to(torch.bfloat16) for name, w in weights.items()}
+    if plan.stored == "int8":
+        stored = store_in_bytes(weights)
     if ranks is not None:
         stored[RANKS] = ranks
     if token_map is not None:

@@ -260,6 +260,7 @@ class HeadRecipe:
     method   the technique that uses the result
     batch    texts per step
     context  tokens of each, at most
+    stored   the numbers of a head's file; int8: the matrices in bytes, half the size
     extra    goes into the config of the result
     """
 
@@ -275,10 +276,16 @@ class HeadRecipe:
     texts: OutputSettings = field(default_factory=OutputSettings)
     batch: int = 8
     context: int = 256
+    stored: Literal["bfloat16", "int8"] = "bfloat16"
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.settings_of_head()
+        if self.stored != "bfloat16" and self.card.tuned is not None:
+            raise TinyspecError(
+                f"stored is {self.stored!r}: {self.method} tunes the model itself, which is stored "
+                "in 'bfloat16'"
+            )
 
     @property
     def teacher(self) -> str:
