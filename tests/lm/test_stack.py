@@ -77,6 +77,15 @@ def test_rows_that_are_run_one_by_one_are_the_dense_pass(parts: str) -> None:
     close(torch.cat(rows), run_dense(x, PARTS[parts]))
 
 
+def test_a_long_prompt_runs_in_pieces_and_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, wide = draw(9), {name: w for name, w in WHOLE.items() if "input" not in name}
+    whole = new_stack(wide).run(x, range(-1, 8), first_input=x)
+    monkeypatch.setattr("tinyspec.lm.stack.PREFILL_CHUNK", 4)
+    stack = new_stack(wide)
+    close(stack.run(x, range(-1, 8), first_input=x, head_rows=1, prefill=True), whole)
+    assert [(r.rows, r.head_rows) for r in stack.forward_log] == [(4, 0), (4, 0), (1, 1)]
+
+
 def test_a_row_attends_to_its_ancestors_alone() -> None:
     """Two branches after three rows, run together: each is the dense pass of its own path."""
     x, stack = draw(8), new_stack()

@@ -13,6 +13,7 @@ from tinyspec import models
 from tinyspec.decoding.features import rank_tokens
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import feature_laws
 from tinyspec.laws.exact.models import add_random_head, small_network
@@ -34,6 +35,7 @@ from tinyspec.lm.heads import (
 )
 from tinyspec.lm.model import Model
 from tinyspec.speculative.drafting.medusa import (
+    MedusaHeads,
     MedusaSettings,
     count_heads,
     head_shapes,
@@ -69,6 +71,21 @@ def test_an_untrained_head_says_what_the_targets_head_says() -> None:
         assert torch.allclose(said, model.training_logits(ids))
 
 
+def test_twelve_blocks_of_a_head_run_in_the_order_of_their_numbers() -> None:
+    """A file has block 10 before block 2, and so have the tensors that are read from it."""
+    deep = CARD.trained._replace(small=MedusaSettings(heads=1, layers=12))  # type: ignore[union-attr]
+    card = replace(CARD, trained=deep)
+    model = add_random_head(small_network(1), card, 0)
+    in_order = sorted(head_weights(model, "medusa").items())
+    model = add_head(model, "medusa", dict(in_order))
+    ids = torch.tensor([[0, 1, 2, 3, 1]])
+    states = model.torch_blocks().hidden_states(ids, (3,))
+    weights = head_weights(model, "medusa")
+    expected = predict_by_head(weights, freeze_target(model), ids, states, 0)[0, -1]
+    got = MedusaHeads(model).logits(states[0, 0, -1], 1)[0]
+    assert torch.allclose(torch.as_tensor(got), expected)
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_file_has_the_names_and_shapes_that_vllm_reads(shared: bool) -> None:
     settings = MedusaSettings(draft_vocab=20, heads=2, layers=2, shared_rows=shared)
@@ -89,6 +106,19 @@ def propose(model: Model, text: list[int], sampling: SamplingParams, **knobs: An
     decoder = CARD.make(Request(model.session(), sampling=sampling), **knobs)
     decoder.extend(text)
     return decoder.drafter.propose(decoder.context, 4, sampling, Seeded(0))
+
+
+def test_the_states_of_rejected_nodes_do_not_stay_in_memory() -> None:
+    """A row that is a view keeps the states of its whole pass."""
+    model = add_random_head(small_network(2, 8), CARD, 0)
+    request = Request(model.session(), sampling=SamplingParams(0.0))
+    request.stop = StoppingCriteria(max_new_tokens=6)
+    decoder = CARD.make(request, nodes=7)
+    decoder.extend([1, 2])
+    decoder.step(Seeded(0))
+    states = decoder.drafter.states[1:]
+    of_all = {s.untyped_storage().data_ptr(): s.untyped_storage().nbytes() for s in states}
+    assert states and sum(of_all.values()) == sum(s.nbytes for s in states)
 
 
 def test_a_text_of_one_token_has_no_draft() -> None:

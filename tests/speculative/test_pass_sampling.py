@@ -20,7 +20,8 @@ from tinyspec.speculative.drafting.pass_sampling import (
     initialize_ahead,
     pass_loss,
 )
-from tinyspec.technique import find_technique
+from tinyspec.speculative.probing import draw_anchors
+from tinyspec.technique import TrainingBatch, find_technique
 from tinyspec.tree import TokenTree
 
 CARD = find_technique("pass_sampling")
@@ -63,6 +64,15 @@ def test_only_the_embeddings_are_trained() -> None:
     weights = initialize_ahead(freeze_target(model), PassSettings(tokens=3), 0)
     assert {name: tuple(w.shape) for name, w in weights.items()} == {AHEAD: (3, 8)}
     assert not torch.equal(weights[AHEAD][0], weights[AHEAD][1])
+
+
+def test_held_out_texts_have_the_same_positions_each_time() -> None:
+    ids = torch.zeros(2, 60, dtype=torch.long)
+    batch = TrainingBatch(ids, *[torch.empty(0)] * 4)
+    drawn = {tuple(draw_anchors(batch, 3).tolist()) for _ in range(5)}
+    with torch.no_grad():
+        held = {tuple(draw_anchors(batch, 3).tolist()) for _ in range(5)}
+    assert len(drawn) == 5 and len(held) == 1
 
 
 def test_a_vocabulary_of_its_own_is_refused() -> None:

@@ -169,6 +169,22 @@ def test_ranks_chain_and_alpha_are_counted_where_all_guesses_are_known() -> None
     assert figures == pytest.approx(expected)
 
 
+def test_of_equal_logits_the_lowest_token_is_first() -> None:
+    """As when a draft is made from them."""
+    target = freeze_target(small_network(1))
+    ids = torch.tensor([[0, 1, 2, 3, 1, 0]])
+    nothing, written = torch.empty(0), torch.ones(1, 6, dtype=torch.bool)
+    batch = TrainingBatch(ids, written, nothing, nothing, nothing)
+    trained = find_technique("medusa").trained
+    assert trained is not None
+    trained = trained._replace(
+        predict=lambda weights, target, ids, states, depth: torch.zeros(*ids.shape, 4),
+        depths=lambda weights: 1,
+    )
+    ranks, _ = heads.measure_ranks(trained, {}, target, [batch])
+    assert ranks[0, :4].tolist() == pytest.approx([0.25, 0.25, 0.25, 0.25])  # of 2, 3, 1, 0
+
+
 def test_the_cross_entropy_is_its_closed_form_and_0_where_nothing_is_known() -> None:
     logits = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.25, 0.5]]).log()
     of_rows = mean_cross_entropy(logits, torch.tensor([0, 1]))

@@ -34,7 +34,8 @@ class FeatureDrafter(BaseDrafter):
         # A stop may have cut the round, and a round may end on an accepted token: the newest token
         # has no state in either case.
         path = (ROOT, *round.verdict.accepted)[: len(round.tokens)]
-        self.states += [round.scores.hidden[:, node + 1] for node in path]
+        # These rows are copied: a view would keep the states of all rejected nodes too.
+        self.states += round.scores.hidden[:, [node + 1 for node in path]].unbind(1)
 
     def rewind(self, length: int) -> None:
         del self.states[max(length - 1, 0) :]

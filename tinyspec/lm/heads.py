@@ -2,8 +2,8 @@
 
 A head's folder holds config.json and model.safetensors. The section "tinyspec" of config.json names
 the method, the target, a checksum of the target's embedding, and the settings that decide the
-shapes. The tensors have the names that the method's authors or vLLM use. On a loaded model they are
-among `model.extras`, as "method/name".
+shapes. The tensors have the names that the method's authors or vLLM use, where there are any. On a
+loaded model they are among `model.extras`, as "method/name".
 
 A large head can be stored in bytes, half of bfloat16. Each row w of a matrix becomes whole numbers
 
@@ -137,6 +137,17 @@ def freeze_target(
     rows = head if token_map is None else head[token_map.to(head.device)]
     blocks = Blocks(config, weights) if layers else None
     return FrozenTarget(config, embed, rows, token_map, blocks)
+
+
+def shift_tokens(ids: Tensor, k: int) -> Tensor:
+    """Return the token k places after each position of texts [B, T]; 0 beyond their end.
+
+    >>> shift_tokens(torch.tensor([[5, 6, 7]]), 2).tolist()
+    [[7, 0, 0]]
+    >>> shift_tokens(torch.tensor([[5, 6, 7]]), 5).tolist()
+    [[0, 0, 0]]
+    """
+    return F.pad(ids, (0, k))[:, k:]
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

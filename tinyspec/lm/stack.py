@@ -29,6 +29,7 @@ from tinyspec.lm.forward import Cache, ForwardRecord, SeenSlots
 from tinyspec.lm.heads import HeadMatrix
 from tinyspec.lm.host import one_torch_thread
 from tinyspec.lm.ops import attend, attend_causal, rotary_tables, rotate
+from tinyspec.lm.session import PREFILL_CHUNK
 from tinyspec.lm.transformer import Transformer
 from tinyspec.tree import ROOT
 
@@ -133,8 +134,21 @@ class Stack:
         parents      [n] the row that each of them follows; ROOT: it stands at position 0
         first_input  [n, wide] what the attention of the first layer reads, if that is not x
         head_rows    rows whose logits will be computed, for the forward log; prefill: likewise
+
+        A long prompt runs in pieces, which bound the attention mask.
         """
         first, n = len(self.seen), len(parents)
+        if n > PREFILL_CHUNK:
+            pieces = list[Tensor]()
+            for at in range(0, n, PREFILL_CHUNK):
+                piece = slice(at, at + PREFILL_CHUNK)
+                read = None if first_input is None else first_input[piece]
+                rows = head_rows if at + PREFILL_CHUNK >= n else 0
+                output = self.run(
+                    x[piece], parents[piece], first_input=read, head_rows=rows, prefill=prefill
+                )
+                pieces.append(output)
+            return torch.cat(pieces)
         positions = [self._add_row(parent) for parent in parents]
         slots = slice(first, first + n)
         self.cache.reserve(first + n)

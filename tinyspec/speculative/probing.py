@@ -63,9 +63,13 @@ def predict_by_probes(
 
 
 def draw_anchors(batch: TrainingBatch, n: int) -> Tensor:
-    """Return random positions of a batch: n more tokens follow the next token of each."""
-    width = batch.ids.shape[1]
-    return torch.randperm(max(width - 1 - n, 1), device=batch.ids.device)[:ANCHORS]
+    """Return random positions of a batch: n more tokens follow the next token of each.
+
+    On held-out texts, where no gradient is wanted, they are the same each time.
+    """
+    width, device = batch.ids.shape[1], batch.ids.device
+    fixed = None if torch.is_grad_enabled() else torch.Generator(device).manual_seed(0)
+    return torch.randperm(max(width - 1 - n, 1), device=device, generator=fixed)[:ANCHORS]
 
 
 def probe_loss(

@@ -262,7 +262,9 @@ def measure_ranks(
             logits = logits[:, :width][known].float()
             rows = target.row_of[batch.ids[:, 2 + depth : 2 + depth + width]][known]
             of_right = logits.gather(1, rows.clamp_min(0)[:, None])
-            rank = (logits > of_right).sum(1).masked_fill(rows < 0, RANKED)
+            before = torch.arange(logits.shape[1], device=rows.device) < rows[:, None]  # of ties
+            is_ahead = (logits > of_right) | ((logits == of_right) & before)
+            rank = is_ahead.sum(1).masked_fill(rows < 0, RANKED)
             right[depth] += torch.bincount(rank.cpu(), minlength=RANKED)[:RANKED]
             chain = chain * (rank == 0)
             in_a_row[depth] += chain.sum().cpu()

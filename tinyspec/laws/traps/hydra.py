@@ -84,8 +84,8 @@ _hydra = partial(Toy, technique="hydra")
 TOYS = [
     _hydra(
         "heads trained on the embeddings one place early",
-        "F.pad(ids[:, k:], (0, k)) for k in range(1, depth + 2)",
-        "F.pad(ids[:, k:], (0, k)) for k in range(depth + 1)",
+        "shift_tokens(ids, k) for k in range(1, depth + 2)",
+        "shift_tokens(ids, k) for k in range(depth + 1)",
         head_logits,
         law=PLANTED,
     ),

@@ -115,8 +115,8 @@ _redrafter = partial(Toy, technique="redrafter")
 TOYS = [
     _redrafter(
         "a head trained on the token before",
-        "F.pad(ids[:, k:], (0, k)) for k in range(1, steps + 1)",
-        "F.pad(ids[:, k:], (0, k)) for k in range(steps)",
+        "shift_tokens(ids, k) for k in range(1, steps + 1)",
+        "shift_tokens(ids, k) for k in range(steps)",
         unroll_logits,
         law=PLANTED,
     ),

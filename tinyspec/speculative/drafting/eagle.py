@@ -36,7 +36,8 @@ Additions of ours: the tree follows measured ranks (the paper's is made by hand,
 nodes), and `draft_vocab` restricts H to the target's most frequent tokens.
 The noise is divided by the length of the longest text of a batch; in the authors' code each text
 has noise by its own length.
-Left out: a bias of W, which the authors' code has and vLLM's loader lacks.
+Left out: a bias of W, which the authors' code has and vLLM's loader lacks; the authors' texts,
+dialogues that the target did not write (ShareGPT).
 """
 
 from collections import defaultdict
@@ -65,6 +66,7 @@ from tinyspec.lm.heads import (
     head_weights,
     mean_cross_entropy,
     prepare_head,
+    shift_tokens,
 )
 from tinyspec.lm.ops import scatter_logits
 from tinyspec.lm.stack import HeadLayer, Stack, UnrolledLayer, layer_shapes
@@ -122,7 +124,7 @@ def unroll_states(
     """
     layer, guessed = UnrolledLayer(target.config, weights), states
     for step in range(1, depths + 1):
-        following = F.embedding(F.pad(ids[:, step:], (0, step)), target.embed)
+        following = F.embedding(shift_tokens(ids, step), target.embed)
         joined = F.linear(torch.cat((following, guessed), -1), weights["fc.weight"])
         guessed = layer.run(joined.to(states.dtype))  # which autocast may have lowered
         yield guessed

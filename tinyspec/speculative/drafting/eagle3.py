@@ -52,6 +52,7 @@ from tinyspec.lm.heads import (
     HeadSettings,
     embed_tokens,
     prepare_head,
+    shift_tokens,
 )
 from tinyspec.lm.heads import head_weights as weights_of
 from tinyspec.lm.stack import INPUT_NORM, QKV, HeadLayer, UnrolledLayer, layer_shapes
@@ -134,7 +135,7 @@ def unroll_layer(
     layer, outputs = UnrolledLayer(target.config, layer_weights(weights)), list[Tensor]()
     g = F.linear(states.transpose(1, 2).flatten(2), weights["fc.weight"])
     for step in range(1, steps + 1):
-        following = F.embedding(F.pad(ids[:, step:], (0, step)), target.embed)
+        following = F.embedding(shift_tokens(ids, step), target.embed)
         token_part = F.rms_norm(following, width, weights[EMBEDDING_NORM], eps)
         state_part = F.rms_norm(g, width, weights[STATE_NORM], eps)
         g = layer.run(g, torch.cat((token_part.to(g.dtype), state_part), dim=-1)).to(states.dtype)

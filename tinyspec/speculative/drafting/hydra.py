@@ -18,8 +18,8 @@ greatest, where
 Training minimises the sum of the heads' cross-entropies on texts that the target wrote.
 
 Hydra++ (`prefix`): a LLaMA layer runs over the states of the whole text, and the heads read its
-last output, after a norm, in place of h. They have four blocks each. Their labels are p, the
-target's distribution:
+last output, after a norm, in place of h. In the paper they have four blocks each (`layers`, which
+is 1 by default). Their labels are p, the target's distribution:
 
     loss of head i = CE(p(y_{i+1}), q(y_{i+1}))                     q: the head's distribution
 
@@ -33,7 +33,8 @@ accepted; siblings' children differ; the layer of Hydra++ after a rewind; one pa
 Additions of ours: R_i begins so that R_i x_i = h and W_i as zero, so an untrained head says what
 the target's own head says. `shared_rows` uses the target's output matrix for all heads. For
 `draft_vocab`, see `HeadSettings`.
-Left out: typical acceptance; sampled siblings; dropout and noise on the embeddings in training.
+Left out: typical acceptance; sampled siblings; dropout and noise on the embeddings in training; the
+authors' texts, dialogues that the target did not write (ShareGPT).
 """
 
 from collections import defaultdict
@@ -63,6 +64,7 @@ from tinyspec.lm.heads import (
     head_weights,
     mean_cross_entropy,
     prepare_head,
+    shift_tokens,
 )
 from tinyspec.lm.ops import scatter_logits
 from tinyspec.lm.stack import INPUT_NORM, HeadLayer, Stack, UnrolledLayer, layer_shapes
@@ -136,7 +138,8 @@ def initialize_hydra(target: FrozenTarget, settings: HydraSettings, seed: int) -
             weight[:, :d] = torch.eye(d)
         elif name.startswith("prefix"):
             drawn = 2 * torch.rand(shape, generator=generator) - 1
-            weight = (drawn / d**0.5 if len(shape) == 2 else torch.ones(shape)).to(target.head)
+            drawn = drawn / shape[1] ** 0.5 if len(shape) == 2 else torch.ones(shape)
+            weight = drawn.to(target.head)
         weights[name] = weight
     return weights
 
@@ -165,7 +168,7 @@ def head_logits(
     def apply(x: Tensor, name: str) -> Tensor:
         return F.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
 
-    following = [F.pad(ids[:, k:], (0, k)) for k in range(1, depth + 2)]
+    following = [shift_tokens(ids, k) for k in range(1, depth + 2)]
     x = torch.cat((h, *(F.embedding(tokens, target.embed) for tokens in following)), dim=-1)
     first = f"hydra_mlp.{depth}.0"
     z = apply(x, f"{first}.res_connection") + F.silu(apply(x, f"{first}.linear"))

@@ -27,7 +27,8 @@ to a cyclic text have every draft accepted; the tree is the best of its size; a 
 with each node's own history).
 Additions of ours: `shared_rows` uses the target's output matrix for all heads (the form that vLLM
 calls original_lm_head), and `draft_vocab` restricts it to the target's most frequent tokens.
-Left out: a chain of sampled tokens. Medusa-2, which trains the target too, is `medusa2`.
+Left out: a chain of sampled tokens; the authors' texts, dialogues that the target did not write
+(ShareGPT). Medusa-2, which trains the target too, is `medusa2`.
 """
 
 from collections.abc import Sequence
@@ -161,9 +162,10 @@ class MedusaHeads:
         weights = head_weights(model, "medusa")
         self.token_map, self.vocabulary = weights.get(TOKEN_MAP), model.config.vocab_size
         self.blocks = [list[HeadMatrix]() for _ in range(count_heads(weights))]
-        for name in (name for name in weights if name.endswith("weight") and ".layers." in name):
-            matrix = HeadMatrix(model, weights[name], weights[name.replace("weight", "bias")])
-            self.blocks[int(name.split(".")[1])].append(matrix)
+        for i, layers in enumerate(self.blocks):  # a file has layer 10 before layer 2
+            while f"{(name := f'blocks.{i}.layers.{len(layers)}')}.weight" in weights:
+                weight, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
+                layers.append(HeadMatrix(model, weight, bias))
         own = [f"lm_heads.{i}.weight" for i in range(len(self.blocks))]
         self.rows = [HeadMatrix(model, weights[name]) for name in own if name in weights]
         if not self.rows:  # one matrix for all

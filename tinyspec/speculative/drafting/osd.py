@@ -23,11 +23,12 @@ Guarantee: EXACT before, across and after updates: only the draft changes.
 Pitfall: the released step keeps the row *at* the rejected token, which predicts the next one, and
 it counts the bonus token of a fully accepted round as rejected. Both are rows of laws/museum. A
 draft whose keys and values are older than its weights.
-State: weights, optimiser and buffer outlive the request (`persistent`), one for each target, draft
-and set of knobs, while the target lives. In a batch a text must be the one that its
-request gets alone. So each request has its own, and nothing is learned. Above temperature 0 the
-text of a seed depends on the requests before it. At temperature 0 it is plain decoding's text. The
-first update copies the draft's weights in float32, and Adam keeps two more numbers for each.
+State: weights, optimiser and buffer outlive the request (`persistent`). There is one for each
+target, draft, interval, lr and loss; a target keeps those that were used last. In a batch, and so
+in `tinyspec serve`, a text must be the one that its request gets alone. So nothing is learned
+there. Above temperature 0 the text of a seed depends on the requests before it. At temperature 0 it
+is plain decoding's text. The first update copies the draft's weights in float32, and Adam keeps two
+more numbers for each.
 Tests: tests/speculative/test_osd.py (only places of rejected tokens get a gradient, and it is
 (q - p) / n; the joint distribution while a draft changes between rounds and after an update; every
 draft of a request is that of one set of weights; more tokens are accepted after updates).

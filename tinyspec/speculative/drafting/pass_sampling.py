@@ -12,8 +12,8 @@ between. Rounds alternate:
                                          the rows of the look-aheads are kept
     then    newest, x_0 .. x_(n-1)       x_j is sampled from the row of LA_j, and verified
 
-So a token costs fewer passes if more than one draft token is accepted on average. Only n vectors of
-d numbers are trained, by cross-entropy on texts that the target wrote, at random positions.
+So two passes give two tokens, and the draft tokens that are accepted. Only n vectors of d numbers
+are trained, by cross-entropy on texts that the target wrote, at random positions.
 
 Guarantee: EXACT. Draft tokens declare the distribution of their look-ahead's row under the user's
 sampling settings.
@@ -23,7 +23,8 @@ Tests: tests/speculative/test_pass_sampling.py (the loss of a look-ahead is that
 the target's own rows do not change to the bit; rounds take turns; look-aheads end with the
 context).
 Ours, because we could not read the paper's: the look-aheads begin near the mean embedding.
-Left out: look-aheads after every draft token, which `bita` has.
+Left out: look-aheads after every draft token, which `bita` has; the paper's training on ordinary
+text.
 """
 
 from collections.abc import Sequence

@@ -32,7 +32,8 @@ Additions of ours: form "rnn" begins as the target's own head, and `inner` may b
 training the authors' code leaves out the projection that another width than 2 d needs.
 For `draft_vocab`, see `HeadSettings`.
 Left out: a state that is the sum of the embeddings (the authors' code has it beside the network),
-the target's distributions as labels, and for form "mlp" the first stage of training, on other
+the target's distributions as labels, the texts of the authors' trainer, which the target did not
+write (ShareGPT), and for form "mlp" the first stage of training, on other
 texts than the target's, and the scaling of h.
 """
 
@@ -60,6 +61,7 @@ from tinyspec.lm.heads import (
     embed_tokens,
     head_weights,
     prepare_head,
+    shift_tokens,
 )
 from tinyspec.lm.ops import scatter_logits
 from tinyspec.speculative.lookup import merge_drafts
@@ -160,7 +162,7 @@ def unroll_logits(
 
     h  [B, T, d] the target's states; row t of step k reads the tokens t + 1 to t + k
     """
-    following = (F.pad(ids[:, k:], (0, k)) for k in range(1, steps + 1))
+    following = (shift_tokens(ids, k) for k in range(1, steps + 1))
     if "rnn_w.weight" not in weights:
         yield from _unroll_mlp(weights, following, h)
         return
