@@ -250,6 +250,19 @@ def test_a_batch_without_a_known_token_has_no_loss(method: str) -> None:
     assert float(trained.loss(begun, target, batch)) == 0
 
 
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "hydra", "redrafter", "medusa"])
+def test_a_text_shorter_than_its_draft_can_be_trained_on(method: str) -> None:
+    trained = load_techniques()[method].trained
+    assert trained is not None
+    model, ids = small_network(1), torch.arange(2)[None]
+    target = freeze_target(model)._replace(settings=trained.small)
+    begun = trained.initialize(target, trained.small, 0)
+    states = model.torch_blocks().hidden_states(ids, trained.layers(model.config, trained.small))
+    written, nothing = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2, 2)
+    batch = TrainingBatch(ids, written, states, nothing.long(), nothing)
+    assert math.isfinite(float(trained.loss(begun, target, batch)))
+
+
 # ---------------------------------------------------------------------- the command
 
 
