@@ -87,6 +87,7 @@ from tinyspec.speculative.goodput import (
 )
 from tinyspec.speculative.lookup import (
     OUTPUTS,
+    REMEMBER_KNOB,
     AcceptanceTracker,
     LookupDraft,
     continue_after_substitution,
@@ -536,9 +537,7 @@ def zero_clock() -> float:
             small=(1, 2),
             advised=True,
         ),
-        Knob(
-            "remember", True, "whether outputs are kept for later requests", choices=(True, False)
-        ),
+        REMEMBER_KNOB,
     ),
 )
 def auto(request: Request, *, k: int, gamma: int, remember: bool) -> Decoder:

@@ -29,10 +29,9 @@ from typing import Any
 from tinyspec._core import Forest
 from tinyspec.decoding.decode import BaseDrafter, Round
 from tinyspec.lm.forward import Scores
-from tinyspec.technique import Clock, per_model_state
+from tinyspec.technique import Clock, Knob, per_model_state
 from tinyspec.tree import ROOT, TokenTree
 
-GATE_PRICE = 0.25  # price of the gated rows in tables: about what a position costs, in passes
 EMA_RATE = 0.1  # weight of the newest outcome; low, because one hit is no habit
 FIRST_PRIOR = {8: 0.7, 5: 0.5, 3: 0.3, 2: 0.15, 1: 0.05}
 """Least length of a match -> `first` before anything is known."""
@@ -44,6 +43,18 @@ MATCH_BUCKETS = tuple(
     for match in range(max(FIRST_PRIOR) + 1)
 )
 """[match] the key of FIRST_PRIOR under which a match of this length is counted."""
+PRICE_KNOB = Knob(
+    "price",
+    0.0,
+    "least probability to be accepted of a draft token that is run; 0: all, as in the paper",
+    low=0.0,
+    high=1.0,
+    small=(0.0, 0.25),
+    ours=0.25,  # about what a position costs, in passes
+)
+REMEMBER_KNOB = Knob(
+    "remember", True, "whether outputs are kept for later requests", choices=(True, False)
+)
 
 
 class AcceptanceTracker:

@@ -46,7 +46,7 @@ from tinyspec.speculative.drafting.datastore import (
     index_texts,
     open_datastore,
 )
-from tinyspec.speculative.lookup import GATE_PRICE, AcceptanceTracker
+from tinyspec.speculative.lookup import PRICE_KNOB, AcceptanceTracker
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 
@@ -153,16 +153,7 @@ class RestDrafter(BaseDrafter):
         Knob("nodes", 64, "nodes of the draft: the heaviest", low=1, high=1024, small=(3, 1)),
         Knob("length", 10, "tokens read after a match", low=1, high=31),
         Knob("matches", 5000, "places that are read", low=1, high=1_000_000, small=(9, 1)),
-        Knob(
-            "price",
-            0.0,
-            "least probability to be accepted of a draft token that is run; 0: all, as in the "
-            "paper",
-            low=0.0,
-            high=1.0,
-            small=(0.0, 0.25),
-            ours=GATE_PRICE,
-        ),
+        PRICE_KNOB,
     ),
 )
 def rest(

@@ -48,8 +48,9 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.lm.forward import Scores
 from tinyspec.speculative.lookup import (
-    GATE_PRICE,
     OUTPUTS,
+    PRICE_KNOB,
+    REMEMBER_KNOB,
     AcceptanceTracker,
     LookupDraft,
     RequestForest,
@@ -191,19 +192,8 @@ class SuffixDecodingDrafter(RequestForest):
             small=(5, 2),
         ),
         Knob("bound", 1 << 20, "nodes of the tree of outputs", low=1, high=1 << 28, small=(64, 2)),
-        Knob(
-            "price",
-            0.0,
-            "least probability to be accepted of a draft token that is run; 0: all, as in the "
-            "paper",
-            low=0.0,
-            high=1.0,
-            small=(0.0, 0.25),
-            ours=GATE_PRICE,
-        ),
-        Knob(
-            "remember", True, "whether outputs are kept for later requests", choices=(True, False)
-        ),
+        PRICE_KNOB,
+        REMEMBER_KNOB,
     ),
 )
 def suffix_decoding(

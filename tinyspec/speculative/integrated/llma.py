@@ -34,7 +34,7 @@ from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.lm.forward import Scores
-from tinyspec.speculative.lookup import FIRST_PRIOR, GATE_PRICE, AcceptanceTracker
+from tinyspec.speculative.lookup import FIRST_PRIOR, PRICE_KNOB, AcceptanceTracker
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 
@@ -145,16 +145,7 @@ class LlmaDrafter(BaseDrafter):
         Knob("longest", 8, "longest match that is looked for, in tokens", low=1, high=64),
         Knob("which", "last", "occurrence to copy from", choices=("first", "last", "frequent")),
         Knob("own", True, "whether the text as it grows is a reference too", choices=(True, False)),
-        Knob(
-            "price",
-            0.0,
-            "least probability to be accepted of a draft token that is run; 0: all, as in the "
-            "paper",
-            low=0.0,
-            high=1.0,
-            small=(0.0, 0.25),
-            ours=GATE_PRICE,
-        ),
+        PRICE_KNOB,
     ),
 )
 def llma(
