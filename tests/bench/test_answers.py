@@ -1,5 +1,7 @@
 """Tables of a run with peers: who is how fast, what sums it up, what a forward pass costs."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +20,13 @@ from tinyspec.bench.answers import (
 from tinyspec.bench.book import Sample
 from tinyspec.bench.tasks import COPYING, SPEC_BENCH
 
+RESULTS = Path(__file__).parents[2] / "tutorials" / "results"
 GROUPS = (*SPEC_BENCH, "edits")
 
 
-def sample(task: str, prompt: str, round: int, timed: int, calls: int) -> Sample:
-    """A request of `auto`, of which only tokens and passes are known."""
-    return Sample(task, prompt, 0, "auto", round, 1.0, 1.0, timed + 1, timed, calls, *[0] * 7)
+def sample(task: str, prompt: str, round: int, tokens: int, calls: int) -> Sample:
+    """A request of `auto`, of which only tokens and passes after the prompt are known."""
+    return Sample(task, prompt, 0, "auto", round, 1.0, 1.0, tokens, tokens, calls, *[0] * 7)
 
 
 def result(auto: float, plain: float = 4.0, over: float = 1.2) -> dict[str, Any]:
@@ -33,7 +36,7 @@ def result(auto: float, plain: float = 4.0, over: float = 1.2) -> dict[str, Any]
     return {
         "settings": {"model": "m", "dtype": "bfloat16", "tokens": 8, "rounds": 1},
         "sittings": [{"command": "run"}, {"command": "go on"}],
-        "samples": [list(sample(task, "0", 0, 30, 11)) for task in COPYING],
+        "samples": [list(sample(task, "0", 0, 30, 10)) for task in COPYING],
         "figures": {
             "tasks": {
                 task: {arm: {"speedup": {"median": s * (each[task] if arm == "auto" else 1)}}
@@ -108,19 +111,21 @@ def test_a_peer_that_is_slower_is_called_slower() -> None:
 
 
 def test_tokens_per_pass_are_counted_after_the_pass_that_read_the_prompt() -> None:
-    """The median over requests of the median over rounds; a request of one pass says nothing."""
-    rows = [
-        sample("rag", "a", 0, 20, 11),
-        sample("rag", "a", 1, 30, 11),
-        sample("rag", "a", 2, 30, 11),
-    ]
+    """The median over requests of the median over rounds; one without a pass says nothing."""
+    rows = [sample("rag", "a", round, tokens, 10) for round, tokens in enumerate((20, 30, 30))]
     rows += [
-        sample("rag", "b", 0, 10, 11),
-        sample("rag", "c", 0, 90, 11),
-        sample("rag", "d", 0, 0, 1),
+        sample("rag", "b", 0, 10, 10),
+        sample("rag", "c", 0, 90, 10),
+        sample("rag", "d", 0, 0, 0),
     ]
-    rows += [sample("qa", "a", 0, 50, 11), sample("rag", "a", 0, 50, 11)._replace(arm="other")]
+    rows += [sample("qa", "a", 0, 50, 10), sample("rag", "a", 0, 50, 10)._replace(arm="other")]
     assert tokens_per_pass({"samples": [list(row) for row in rows]}, "auto", "rag") == 3.0
+
+
+def test_plain_decoding_makes_one_token_a_pass_in_every_committed_result() -> None:
+    """The committed run counts its passes as `tokens_per_pass` takes them."""
+    result = json.loads((RESULTS / "bench.json").read_text(encoding="utf-8"))
+    assert {tokens_per_pass(result, "autoregressive", task) for task in COPYING} == {1.0}
 
 
 def test_the_cost_of_a_pass_is_its_tokens_over_the_speed_up() -> None:

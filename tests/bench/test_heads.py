@@ -96,6 +96,8 @@ def test_rows_of_an_earlier_run_stay_beside_those_that_are_counted(
     assert now["arms"]["llma"] == was["arms"]["llma"]
     assert now["arms"]["suffix_decoding"] == {"kept": was["date"], **was["arms"]["suffix_decoding"]}
     assert f"From an earlier run: suffix_decoding ({was['date']})." in Path(page).read_text()
+    for name in ("command", "commit", "date", "machine"):
+        assert [one[name] for one in now["sittings"]] == [was[name], now[name]]
     message = failed(run(*asked, "llma", "--keep", old, "--tokens", "5"))
     assert "its tokens is 6, here it is 5" in message
 

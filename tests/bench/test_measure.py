@@ -127,6 +127,19 @@ def test_an_interrupted_run_ends_as_one_that_was_not(
         assert reopened(path).samples == book.samples
 
 
+def test_a_technique_that_remembers_meets_the_whole_round_after_an_interruption() -> None:
+    """What an earlier process asked in this round is asked again, and not counted."""
+    book, hand = begun(), Hand()
+    done(book, hand, arms(hand), jobs()[:2])
+    contestants = arms(hand)
+    contestants[1].persistent = True  # type: ignore[attr-defined]
+    done(book, hand, contestants)
+    asked = [(job.key, round) for round in range(2) for job in jobs()]
+    assert contestants[1].runs == asked
+    assert contestants[0].runs == [asked[2], asked[5]]
+    assert len({sample.key for sample in book.samples}) == len(book.samples) == 2 * 3 * 3
+
+
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _rounded(entry) for name, entry in value.items()}

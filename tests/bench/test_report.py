@@ -134,6 +134,12 @@ def test_notes_tell_what_was_left_out_loops_and_mixed_commits(result: dict[str, 
     assert any("several commits: abc, def" in note for note in report.list_notes(mixed))
 
 
+def test_a_page_begins_with_every_command_that_took_samples(result: dict[str, Any]) -> None:
+    later = {**STAMP, "command": "tinyspec bench --resume bench.json"}
+    page = report.write_markdown({**result, "sittings": [STAMP, later, later]})
+    assert page.startswith(f"`{STAMP['command']}`\n\n`{later['command']}`\n\n**")
+
+
 def test_knobs_that_differ_from_the_cards_defaults_are_printed_once(
     result: dict[str, Any],
 ) -> None:

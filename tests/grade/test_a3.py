@@ -786,6 +786,11 @@ def ask_again(lattice: Any) -> list[int]:
     )(lattice)
 
 
+def ask_a_copy(lattice: Any) -> list[int]:
+    """Right, but nobody sees how much it asks for."""
+    return search()(CountedLattice(**lattice.made_of))
+
+
 PATHS: dict[str, tuple[Callable[..., Any], str]] = {
     "the score comes back": (lambda lattice: 7, a3_viterbi.PATH),
     "a place is missing": (lambda lattice: search()(lattice)[:-1], a3_viterbi.PATH),
@@ -810,6 +815,7 @@ PATHS: dict[str, tuple[Callable[..., Any], str]] = {
         a3_viterbi.BEST,
     ),
     "asked for twice": (ask_again, a3_viterbi.WORK),
+    "a copy is asked": (ask_a_copy, a3_viterbi.WORK),
 }
 
 

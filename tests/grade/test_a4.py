@@ -319,6 +319,12 @@ def test_heads_that_were_not_trained_for_it_are_refused(name: str) -> None:
 # ---------------------------------------------------------------------- through the child process
 
 
+def test_a_parameter_is_a_tensor_too() -> None:
+    """A training may return its weights as torch.nn.Parameter."""
+    plain = from_json(to_json({"rows": torch.nn.Parameter(torch.ones(2))}))
+    assert type(plain["rows"]) is torch.Tensor and torch.equal(plain["rows"], torch.ones(2))
+
+
 def write_submission(folder: Path, source: str) -> Path:
     (folder / "submission.py").write_text(source, encoding="utf-8")
     shutil.copy(FOLDER / "heads.pt", folder)

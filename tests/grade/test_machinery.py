@@ -450,6 +450,11 @@ def test_every_assignment_has_a_starter_that_says_what_to_write_and_leaks_nothin
     assert {"submission.py", "README.md"} <= {path.name for path in written}
     with pytest.raises(TinyspecError, match="is there already"):
         write_folder(assignment, tmp_path / "mine")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "README.md").write_text("mine")
+    with pytest.raises(TinyspecError, match=r"README.md is there already"):
+        write_folder(assignment, tmp_path / "begun")
+    assert [path.name for path in (tmp_path / "begun").iterdir()] == ["README.md"]
     report = grading.grade_folder(assignment, tmp_path / "mine", limits=FAST)
     assert report.score == 0
     assert all("is not written yet" in result.sentence for result in report.results), report.results

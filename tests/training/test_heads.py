@@ -32,6 +32,7 @@ from tinyspec.lm.model import Model
 from tinyspec.lm.stack import UnrolledLayer
 from tinyspec.technique import Guarantee, TrainingBatch, find_technique, load_techniques
 from tinyspec.training import features, heads, outputs
+from tinyspec.training.imitation import most_frequent_tokens
 from tinyspec.training.outputs import OutputSettings, TargetOutput
 from tinyspec.training.text_cache import write_part
 
@@ -92,6 +93,32 @@ def test_states_are_computed_once(zoo: Zoo, tmp_path: Path, monkeypatch: Any) ->
     monkeypatch.setattr(model, "session", None)
     again = features.write_states(model, texts, (2,), 4, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_states_of_other_texts_are_computed_anew(zoo: Zoo, tmp_path: Path) -> None:
+    """The prompts may have changed since: then the texts have, and with them the states."""
+    model = tinyspec.load(zoo.big)
+    texts = write_texts(model)
+    features.write_states(model, texts, (2,), 4, tmp_path)
+    longer = [text._replace(ids=torch.cat([text.ids, text.ids[:1]])) for text in texts]
+    states = features.write_states(model, longer, (2,), 4, tmp_path)
+    assert [own.shape[1] for own in states] == [len(text.ids) - 1 for text in longer]
+
+
+def test_the_draft_vocabulary_is_counted_without_the_held_out_texts(
+    zoo: Zoo, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Else the figures on held-out texts would know their tokens."""
+    counted = list[int]()
+
+    def count(texts: Any, *rest: Any) -> Any:
+        counted.append(len(texts))
+        return most_frequent_tokens(texts, *rest)
+
+    monkeypatch.setattr(heads, "most_frequent_tokens", count)
+    done = train(zoo, tmp_path / "out", "--set", "head.draft_vocab=40", "--set", "train.steps=1")
+    assert done.exit_code == 0, done.output
+    assert counted == [7]  # of 8 texts the first is held out
 
 
 def test_a_disk_too_small_is_found_before_anything_is_computed(

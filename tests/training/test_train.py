@@ -102,8 +102,11 @@ def test_interrupted_and_gone_on_is_never_interrupted_bit_for_bit(
     assert (again.best, again.tokens) == (ended.best, ended.tokens)
     for name, weight in whole.weights.items():
         assert torch.equal(weight, resumed.weights[name]), name
-    steps = [[e["step"] for e in entries(tmp_path / part)] for part in ("whole", "parts")]
-    assert steps[0] == steps[1]
+    logs = [
+        [{**e, "seconds": 0, "tokens_per_second": 0} for e in entries(tmp_path / part)]
+        for part in ("whole", "parts")
+    ]
+    assert logs[0] == logs[1]
     assert [p.name for p in (tmp_path / "parts").glob("*.part")] == []
 
 
@@ -174,6 +177,33 @@ def test_pieces_give_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
         assert torch.allclose(weight, results[1][name], atol=1e-10)
 
 
+def test_pieces_count_by_what_the_loss_is_the_mean_of(tmp_path: Path) -> None:
+    """A mean over tokens, of texts of 8 tokens and of 1: the pieces have 16 tokens and 2."""
+    is_text = torch.tensor([[True] * 8, [True] * 8, [True, *[False] * 7], [True, *[False] * 7]])
+    results = []
+    for pieces in (1, 2):
+        model = Model.random(SHAPE, seed=1, dtype=torch.float64)
+
+        def draw(generator: torch.Generator) -> tuple[Tensor, ...]:
+            return *batches(generator), is_text
+
+        def loss(inputs: Tensor, targets: Tensor, known: Tensor, model: Model = model) -> Tensor:
+            return F.cross_entropy(model.training_logits(inputs)[known], targets[known])
+
+        ended = train(
+            model.weights,
+            draw,
+            loss,
+            TrainSettings(steps=2, pieces=pieces, log_every=1),
+            tmp_path / str(pieces),
+            weigh=lambda batch: batch[2].sum(),
+        )
+        results.append((model.weights, [entry["loss"] for entry in ended.log]))
+    assert results[0][1] == pytest.approx(results[1][1], abs=1e-6)
+    for name, weight in results[0][0].items():
+        assert torch.allclose(weight, results[1][0][name], atol=1e-10)
+
+
 def test_a_clock_budget_ends_the_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Minutes of its own thread count: here they pass, and the clock on the wall stands still."""
     seconds = itertools.count()  # every look at the clock takes a second
@@ -198,6 +228,15 @@ def test_schedules_warm_up_and_end_at_the_floor() -> None:
         assert rates[-1] == pytest.approx(0.1)
         assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[79] == 1.0, "wsd is flat until its last fifth"
+    flat = replace(s, decay=0.0)
+    assert [learning_rate(flat, i) for i in (10, 99, 100)] == [1.0] * 3
+
+
+@pytest.mark.parametrize("name", ["clip", "minutes"])
+def test_a_setting_of_zero_that_would_train_nothing_is_refused(name: str) -> None:
+    wrong: Any = {name: 0.0}
+    with pytest.raises(TinyspecError, match=rf"\[train\] {name} is 0.0: it must be above 0"):
+        TrainSettings(steps=1, **wrong)
 
 
 def test_a_loss_that_is_not_finite_stops_with_advice(tmp_path: Path) -> None:

@@ -129,6 +129,14 @@ def test_a_value_is_found_however_it_is_written() -> None:
     assert tomllib.loads(added) == {"a": 1, "train": {"seed": 4}}
 
 
+def test_a_value_that_the_recipe_could_not_be_written_with_is_refused(tmp_path: Path) -> None:
+    """TOML lets nobody add to a table in braces; the training would end without its recipe."""
+    path = tmp_path / "recipe.toml"
+    path.write_text("extra = {gamma = 3}\n\n[train]\nsteps = 1\n")
+    with pytest.raises(TinyspecError, match=r"recipe.toml: .*extra"):
+        read_recipe(path, {"extra.gamma": "5"})
+
+
 def test_a_value_replaces_a_list_of_several_lines() -> None:
     text = 'prompts = [\n  "a",\n  "b",\n]\n\n[train]\nlr = 1e-3\n'
     assert set_recipe_values(text, {"prompts": '["c"]'}) == (

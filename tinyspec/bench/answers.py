@@ -592,15 +592,15 @@ def list_ratios(result: Result) -> list[tuple[str, float]]:
 
 
 def tokens_per_pass(result: Result, arm: str, task: str) -> float:
-    """Return an arm's tokens per forward pass after the prompt, the median of a group's requests.
+    """Return the tokens per forward pass of a technique, the median of a group's requests.
 
-    It is what the speed-up would be if a pass always took as long as a plain step.
+    The pass over the prompt is not counted. This is what the speed-up would be if a pass always took
+    as long as a plain step.
     """
     each = dict[str, list[float]]()
     for sample in (Sample(*row) for row in result["samples"]):
-        # The first pass gave the first token, so it does not count.
-        if sample.arm == arm and sample.task == task and sample.calls > 1:
-            each.setdefault(sample.job, []).append(sample.timed / (sample.calls - 1))
+        if sample.arm == arm and sample.task == task and sample.calls:
+            each.setdefault(sample.job, []).append(sample.timed / sample.calls)
     return median(median(rates) for rates in each.values())
 
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -171,7 +172,7 @@ def find_commit() -> str | None:
 
 def stamp_result(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Return a result together with its command, commit, date and machine."""
-    command = "tinyspec " + " ".join(sys.argv[1:])
+    command = f"tinyspec {shlex.join(sys.argv[1:])}"
     stamp = datetime.now(UTC).strftime("%Y-%m-%d")
     return {
         "command": command,

@@ -50,13 +50,21 @@ def run_turns(
 ) -> None:
     """Do every turn that the book does not have yet, and save the book after each.
 
-    Rounds are outermost, so an interrupted run leaves a whole measurement of fewer rounds.
+    Rounds are outermost, so an interrupted run leaves a whole measurement of fewer rounds. A
+    technique that remembers the requests of its round answers those of an earlier process again,
+    untimed.
     """
     labels, greedy = [arm.label for arm in arms], book.settings.temperature == 0
     for round in range(book.settings.rounds):
+        before = list[Job]()  # turns of an earlier process
         for number, job in enumerate(jobs):
             if book.has_turn(job, round, labels):
+                before.append(job)
                 continue
+            for arm in (arm for arm in arms if getattr(arm, "persistent", False)):
+                for earlier in before:
+                    arm.run(earlier, book.settings.seed + round, clock)
+            before.clear()
             done: dict[str, Sample] = {}
             for arm in order_of_turn(arms, round * len(jobs) + number):
                 done[arm.label] = _time_request(arm, job, round, book, clock, greedy)

@@ -429,8 +429,13 @@ def render_result(result: Mapping[str, Any]) -> RenderableType:
 
 
 def write_page(result: Mapping[str, Any], grids: Sequence[Grid], notes: Sequence[str] = ()) -> str:
-    """Return a page in Markdown: the command that made the result, its tables, and its notes."""
-    blocks = [f"`{result['command']}`", *(grid.to_markdown() for grid in grids), *notes]
+    """Return a page in Markdown: the commands that made the result, its tables, and its notes."""
+    commands = dict.fromkeys(one["command"] for one in result.get("sittings", [result]))
+    blocks = [
+        *(f"`{command}`" for command in commands),
+        *(grid.to_markdown() for grid in grids),
+        *notes,
+    ]
     return "\n\n".join(blocks) + "\n"
 
 

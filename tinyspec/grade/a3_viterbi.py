@@ -122,6 +122,8 @@ def asks_for_little(viterbi: Function, cases: Cases) -> Iterator[bool]:
     for case in draw_lattices(cases, SIZES + LARGE, "dynamic"):
         _, lattice = run_viterbi(WORK, viterbi, case)
         kinds = [kind for kind, *_ in lattice.trace]
+        if case.candidates > 1 and not kinds:  # a copy of the lattice does not count
+            accuse(WORK, "the lattice that is given is asked", "it was not", **case.shown())
         most = {
             "emission": case.places * case.candidates,
             "transition": (case.places - 1) * case.candidates**2,

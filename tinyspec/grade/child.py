@@ -193,7 +193,7 @@ def from_json(data: Any, decode_other: Callable[[Any], Any] | None = None) -> An
 def is_tensor(value: Any) -> bool:
     """Return whether this is a tensor. There is none where torch was not imported."""
     torch = sys.modules.get("torch")
-    return torch is not None and type(value) is torch.Tensor
+    return torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
 def pack_tensor(tensor: Any) -> list[Any]:

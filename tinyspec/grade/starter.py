@@ -79,15 +79,14 @@ def write_folder(assignment: Assignment, where: Path) -> list[Path]:
     for path in sorted(assignment_folder(assignment.name).iterdir()):
         if path.suffix in (".md", ".svg", ".png", ".py") and path.name != "reference.py":
             files[path.name] = path.read_bytes()
-    try:
-        where.mkdir(parents=True, exist_ok=True)
-        for name, data in files.items():
-            with (where / name).open("xb") as file:
-                file.write(data)
-    except FileExistsError as error:
-        raise TinyspecError(
-            f"{error.filename} is there already, and is left as it is: name a new folder"
-        ) from None
+    for name in files:
+        if (where / name).exists():
+            raise TinyspecError(
+                f"{where / name} is there already, and is left as it is: name a new folder"
+            )
+    where.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        (where / name).write_bytes(data)
     return [where / name for name in files]
 
 

@@ -42,7 +42,7 @@ from tinyspec.training.imitation import (
 )
 from tinyspec.training.on_policy import DraftTexts
 from tinyspec.training.recipe import Recipe, build_config, read_recipe
-from tinyspec.training.text_cache import HELD
+from tinyspec.training.text_cache import HELD, select_seen
 from tinyspec.training.train import Batch, TrainingResult, autocast
 
 JUDGED = 24  # held-out texts that the final figures use
@@ -114,17 +114,16 @@ def distill(
         f"texts of {target.name}: {len(target_prompts)}, {asking.tokens} tokens each, in {folder}"
     )
     texts = outputs.write_outputs(target, target_prompts, asking, folder, run.console)
+    held_out, seen = texts[::HELD], select_seen(texts)
     lent = set[str]()  # weights that stay the target's
     if asking.draft_vocab:
         lent = {"embed", "head"}
-        config = replace(config, head_ids=most_frequent_tokens(texts, asking.draft_vocab, config))
+        config = replace(config, head_ids=most_frequent_tokens(seen, asking.draft_vocab, config))
     weights = initial_draft_weights(config, target, plan.settings.seed, plan.inherit)
     blocks = Blocks(config, {name: w.to(where) for name, w in weights.items()})
     trained = {name: w for name, w in blocks.weights.items() if name not in lent}
     n_trained = sum(w.numel() for w in trained.values())
     run.print(f"{plan.name}: {n_trained:,} weights are trained, on {where}")
-    held_out = texts[::HELD]
-    seen = [text for i, text in enumerate(texts) if i % HELD] or texts
     collate, collate_held_out = make_collate_fn(seen, config), make_collate_fn(held_out, config)
 
     def loss(*batch: Tensor) -> Tensor:
@@ -149,9 +148,8 @@ def distill(
         now = {name: w.detach().to(target.dtype, copy=True) for name, w in blocks.weights.items()}
         return Model(config, now, tokenizer, plan.name)
 
-    own = DraftTexts(
-        target, make_draft, target_prompts, asking, asking.refresh, asking.fresh, run.state / "own"
-    )
+    prompted, folder = select_seen(target_prompts), run.state / "own"
+    own = DraftTexts(target, make_draft, prompted, asking, asking.refresh, asking.fresh, folder)
     share = {"target": 0.0, "mix": 0.5, "draft": 1.0}[asking.source]  # of texts by the draft
 
     def batches(generator: torch.Generator) -> Batch:
@@ -167,7 +165,9 @@ def distill(
         return make_collate_fn(mixed, config)(range(plan.batch), plan.context, where)
 
     before_step = (lambda step, progress: own.refresh(step)) if share else None
-    result = run.train(trained, batches, loss, validate, before_step)
+    result = run.train(
+        trained, batches, loss, validate, before_step, weigh=lambda batch: batch[3].sum()
+    )
     if not result.finished:
         return result, {}
     stored = {name: w.detach().to("cpu", torch.bfloat16) for name, w in blocks.weights.items()}

@@ -19,7 +19,7 @@ from tinyspec.training.recipe import (
     TranslationRecipe,
     set_recipe_values,
 )
-from tinyspec.training.train import Batches, Loss, TrainingResult, train
+from tinyspec.training.train import Batch, Batches, Loss, TrainingResult, count_rows, train
 
 R = TypeVar("R", Recipe, TranslationRecipe, HeadRecipe)
 
@@ -111,6 +111,8 @@ class RecipeRun(Generic[R]):
         validate: Callable[[], Mapping[str, float]],
         before_step: Callable[[int, float], None] | None = None,
         rates: Mapping[str, float] | None = None,
+        *,
+        weigh: Callable[[Batch], Any] = count_rows,
     ) -> TrainingResult:
         """Train or continue, by the recipe's settings; see `train`.
 
@@ -126,6 +128,7 @@ class RecipeRun(Generic[R]):
                 validate=validate,
                 before_step=before_step,
                 rates=rates,
+                weigh=weigh,
                 console=self.console,
                 title=self.recipe.name,
             )

@@ -8,6 +8,7 @@ for each batch of them. Heads that read the same layers share them.
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -48,13 +49,19 @@ def write_states(
             f"{free / 1e9:.1f} GB left: train on fewer texts, or set TINYSPEC_CACHE to another disk"
         )
 
-    def compute(first: int, chosen: Sequence[TargetOutput]) -> list[Tensor]:
+    def compute(first: int, chosen: Sequence[TargetOutput]) -> dict[str, list[Tensor]]:
         states = []
         for text in chosen:
             session = model.session()
             hidden = session.extend(text.ids.tolist(), layers).hidden
             states.append(hidden.to("cpu", torch.bfloat16, copy=True))
-        return states
+        return {"ids": [text.ids for text in chosen], "states": states}
+
+    def is_complete(content: Any, chosen: Sequence[TargetOutput]) -> bool:
+        ids = content["ids"] if isinstance(content, dict) else []  # older files are lists
+        return len(ids) >= len(chosen) and all(
+            torch.equal(one, text.ids) for one, text in zip(ids, chosen, strict=False)
+        )
 
     files = cache_batches(
         folder,
@@ -62,11 +69,11 @@ def write_states(
         batch,
         compute,
         name_file=lambda first: f"{first // batch:05d}.pt",
-        is_complete=lambda content, chosen: len(content) >= len(chosen),
+        is_complete=is_complete,
         title=f"states of {model.name}",
         console=console,
     )
-    return [states for content in files for states in content][: len(texts)]
+    return [states for content in files for states in content["states"]][: len(texts)]
 
 
 def make_feature_collate(

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,7 +49,7 @@ from tinyspec.training.features import make_feature_collate, write_states
 from tinyspec.training.imitation import most_frequent_tokens
 from tinyspec.training.outputs import TargetOutput
 from tinyspec.training.recipe import HeadRecipe, read_head_recipe
-from tinyspec.training.text_cache import HELD
+from tinyspec.training.text_cache import HELD, select_seen
 from tinyspec.training.train import Batch, TrainingResult, autocast
 
 
@@ -119,7 +120,8 @@ def train_head(
         states = write_states(target, texts, layers, plan.texts.batch, folder, run.console)
     token_map = None
     if settings.draft_vocab:
-        words = most_frequent_tokens(texts, settings.draft_vocab, target.config)
+        seen = select_seen(texts)
+        words = most_frequent_tokens(seen, settings.draft_vocab, target.config)
         token_map = torch.tensor(words, device=where)
     frozen = freeze_target(target, token_map, torch.float32, layers=not layers)
     frozen = frozen._replace(settings=settings)
@@ -135,12 +137,12 @@ def train_head(
 
     @torch.no_grad()
     def validate() -> dict[str, float]:
-        total = sum(float(loss(*batch)) for batch in batches.held_batches)
+        losses = [float(loss(*batch)) for batch in batches.held_batches]
         with autocast(where):
             figures, _ = measure_head(trained, weights, frozen, batches.held_batches)
-        return {"held_out": total / len(batches.held_batches), **figures}
+        return {"held_out": batches.average_held_out(losses), **figures}
 
-    result = run.train(weights, batches.draw, loss, validate)
+    result = run.train(weights, batches.draw, loss, validate, weigh=count_answer_tokens)
     if not result.finished:
         return result, {}
     with torch.no_grad(), autocast(where):
@@ -213,12 +215,21 @@ class TextBatches:
             for i in range(0, len(self.held), 8)
         ]
 
+    def average_held_out(self, losses: Sequence[float]) -> float:
+        """Return the mean of the held-out batches' losses, by the tokens that the target wrote."""
+        return float(np.average(losses, weights=[*map(count_answer_tokens, self.held_batches)]))
+
     def draw(self, generator: torch.Generator) -> Batch:
         """Return a batch of texts that are not held out."""
         shape = (self.plan.batch,)
         drawn = torch.randint(len(self.seen), shape, generator=generator, device=generator.device)
         numbers = [self.seen[i] for i in drawn.tolist()]
         return self.collate(numbers, self.plan.context, self.device)
+
+
+def count_answer_tokens(batch: Batch) -> int:
+    """Return how many tokens of a `TrainingBatch` the target wrote."""
+    return int(batch[1].sum())
 
 
 def measure_head(

@@ -434,7 +434,9 @@ def _list_keys(kind: type[Any]) -> set[str]:
 
 def _read_as(kind: type[R], path: Path, overrides: Mapping[str, str]) -> R:
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text)
+        tomllib.loads(set_recipe_values(text, overrides))  # it will be written beside the model
         for key, text in overrides.items():
             at = values
             *sections, last = key.split(".")

@@ -13,10 +13,12 @@ class TrainSettings:
 
     optimizer     muon: Muon for the matrices inside the network, AdamW for the rest
     warmup        steps in which the learning rate rises
-    decay         wsd: the last share of the training, in which the learning rate falls
+    decay         wsd: share of the training, at its end, in which lr falls
     floor         the last learning rate, as a share of lr
     ema           share of the old average that is kept at each step; 0: no average
-    pieces        computes a batch in so many pieces, to save memory
+    clip          longest gradient, as a norm; a longer one is made so long
+    pieces        computes a batch in so many pieces, to save memory. Each counts by its tokens. So
+                  a loss that is a mean over them is the whole batch's
     minutes       budget of the whole training, without interruptions; on a CPU the minutes that its
                   main thread runs, so other work on the machine makes it longer and not worse
     log_every     steps between two lines of the log; valid_every: between two validations
@@ -47,6 +49,10 @@ class TrainSettings:
             value = getattr(self, name)
             if value is not None and not value >= low:
                 raise TinyspecError(f"[train] {name} is {value}: it must be at least {low}")
+        for name in ("clip", "minutes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise TinyspecError(f"[train] {name} is {value}: it must be above 0")
         for name in ("decay", "floor", "ema"):
             if not 0 <= getattr(self, name) <= 1:
                 raise TinyspecError(
@@ -55,11 +61,11 @@ class TrainSettings:
         if not abs(self.seed) < MOST_SEEDS:
             raise TinyspecError(f"[train] seed is {self.seed}: it must be below {MOST_SEEDS}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise TinyspecError(f"[train] betas are {self.betas}: give two numbers from 0 to 1")
+            raise TinyspecError(f"[train] betas are {self.betas}: give two from 0 to below 1")
 
 
 LEAST = dict.fromkeys(("steps", "pieces", "log_every", "valid_every"), 1)
-LEAST |= dict.fromkeys(("warmup", "lr", "clip", "minutes"), 0)
+LEAST |= dict.fromkeys(("warmup", "lr"), 0)
 """The least value of a setting."""
 MOST_SEEDS = 1 << 40  # a step's seed is made of the seed and the step, and must fit into 64 bits
 
@@ -75,7 +81,7 @@ def learning_rate(settings: TrainSettings, step: int, elapsed: float = 0.0) -> f
     if settings.schedule == "cosine":
         shape = 0.5 * (1 + math.cos(math.pi * done))
     else:
-        shape = min(1.0, (1 - done) / settings.decay)
+        shape = min(1.0, (1 - done) / settings.decay) if settings.decay else 1.0
     warm = min(1.0, (step + 1) / settings.warmup) if settings.warmup else 1.0
     return settings.lr * warm * (settings.floor + (1 - settings.floor) * shape)
 

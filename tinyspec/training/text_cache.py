@@ -21,6 +21,15 @@ HELD = 20  # one of so many texts is held out of a training
 Item = TypeVar("Item")
 
 
+def select_seen(texts: Sequence[Item]) -> list[Item]:
+    """Return the texts that are not held out; of one text that one.
+
+    >>> select_seen(range(22))[-2:], select_seen(["only"])
+    ([19, 21], ['only'])
+    """
+    return [text for i, text in enumerate(texts) if i % HELD] or [*texts]
+
+
 def cache_batches(
     folder: Path,
     items: Sequence[Item],

@@ -66,6 +66,11 @@ class TrainingResult:
         return [(entry["tokens"], entry[figure]) for entry in self.log if figure in entry]
 
 
+def count_rows(batch: Batch) -> int:
+    """Return how many samples a batch has."""
+    return len(batch[0])
+
+
 def train(
     weights: Mapping[str, Tensor],
     batches: Batches,
@@ -76,6 +81,7 @@ def train(
     validate: Callable[[], Mapping[str, float]] | None = None,
     before_step: Callable[[int, float], None] | None = None,
     rates: Mapping[str, float] | None = None,
+    weigh: Callable[[Batch], Any] = count_rows,
     console: Console | None = None,
     title: str = "train",
 ) -> TrainingResult:
@@ -89,6 +95,7 @@ def train(
     validate     returns figures to log; the first decides which weights are best, lower is better
     before_step  is called with the number of each step and the progress before it
     rates        learning rate of single weights, by name, as a multiple of the settings'
+    weigh        how many things of a batch its loss is the mean of: so much a piece of it counts
 
     Raises TinyspecError if the loss is no longer finite, or if the state in `folder` belongs to
     another training.
@@ -101,7 +108,6 @@ def train(
     bar = progress_bar(console, TextColumn("{task.fields[note]}"))
     cuda = [run.device] if run.device.type == "cuda" else []
     generator = torch.Generator(run.device)
-    losses: list[Tensor] = []  # since the last line of the log
     # On a CPU the time that other processes take does not count: a busy machine trains longer.
     clock = time.monotonic if run.device.type == "cuda" else time.thread_time
     now = logged_at = clock()
@@ -121,20 +127,20 @@ def train(
             if before_step is not None:
                 before_step(run.step, run.progress)
             batch = batches(generator)
-            value = _accumulate_gradients(loss, batch, settings.pieces, seed)
-            losses.append(ranks.add_gradients(run.tensors, value))
+            value = _accumulate_gradients(loss, batch, weigh, settings.pieces, seed)
+            run.losses.append(ranks.add_gradients(run.tensors, value))
             run.apply_gradients(batch[0].numel())
             run.seconds = clock() - started
             # 2. Log: the mean loss and the pace since the last line.
             if run.step % settings.log_every == 0 or run.progress >= 1:
-                mean = float(torch.stack(losses).mean())  # waits for the device
+                mean = float(torch.stack(run.losses).mean())  # waits for the device
                 if not math.isfinite(mean):
                     raise TinyspecError(
                         f"the loss is {mean} at step {run.step}: lower [train] lr, or raise warmup"
                     )
                 now = clock()
                 pace = round((run.tokens - logged_tokens) / (now - logged_at))
-                losses, logged_tokens, logged_at = [], run.tokens, now
+                run.losses, logged_tokens, logged_at = [], run.tokens, now
                 run.seconds = now - started
                 run.append_log(loss=mean, lr=run.lr, tokens_per_second=pace)
                 done = round(run.progress * settings.steps)  # by the clock, if that is more
@@ -172,18 +178,20 @@ def autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=fast)
 
 
-def _accumulate_gradients(loss: Loss, batch: Batch, pieces: int, seed: int) -> Tensor:
+def _accumulate_gradients(
+    loss: Loss, batch: Batch, weigh: Callable[[Batch], Any], pieces: int, seed: int
+) -> Tensor:
     """Compute gradients of the batch's mean loss piece by piece, and return the loss.
 
     With several ranks, each computes its share of the pieces.
     """
     total = torch.zeros((), device=batch[0].device)
-    parts = zip(*(t.chunk(max(pieces, ranks.count_processes())) for t in batch), strict=True)
+    parts = [*zip(*(t.chunk(max(pieces, ranks.count_processes())) for t in batch), strict=True)]
     for number, part in enumerate(parts):
         if number % ranks.count_processes() != ranks.this_rank():
             continue
         torch.manual_seed(seed + (number << 40))  # of dropout
-        share = len(part[0]) / len(batch[0])
+        share = float(weigh(part) / weigh(batch)) if len(parts) > 1 else 1.0
         value = loss(*part) * share
         value.backward()  # type: ignore[no-untyped-call]
         total += value.detach()
@@ -199,7 +207,7 @@ def _format_log_entry(entry: Mapping[str, Any]) -> str:
 class _TrainingState:
     """The state of a training between two steps, in memory and on disk."""
 
-    SAVED = ("average", "best", "best_weights", "step", "tokens", "checked", "seconds")
+    SAVED = ("average", "best", "best_weights", "step", "tokens", "checked", "seconds", "losses")
 
     def __init__(
         self,
@@ -241,6 +249,7 @@ class _TrainingState:
         self.step = self.tokens = 0
         self.checked = -1  # the step of the last validation
         self.seconds = self.lr = 0.0
+        self.losses: list[Tensor] = []  # since the last line of the log
         self.log: list[dict[str, Any]] = []
 
     @property
@@ -340,7 +349,7 @@ class _TrainingState:
         for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(kept)
         for name in self.SAVED:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, getattr(self, name)))  # an older one lacks some
         lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
         for line in lines:
             try:

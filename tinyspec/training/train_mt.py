@@ -107,7 +107,14 @@ def train_mt(
         return tuple(part.to(run.device) for part in task.batch(sample_numbers(generator)))
 
     trained = {name: w for name, w in model.weights.items() if name.startswith(task.trained)}
-    result = run.train(trained, batches, loss, validate, task.before_step)
+
+    def count_target_tokens(batch: Batch) -> int:
+        ends = len(batch[1]) if plan.trained is None else 0  # which a teacher learns too
+        return int((batch[1] != model.config.pad).sum()) + ends
+
+    result = run.train(
+        trained, batches, loss, validate, task.before_step, weigh=count_target_tokens
+    )
     if not result.finished:
         return result
     model.save(run.out)

@@ -34,9 +34,10 @@ from tinyspec.lm.model import Model
 from tinyspec.technique import Trained, TrainingBatch, TrainingExample, Tuning
 from tinyspec.training.corpus import Document, bits_per_byte, clean_book, encode_document
 from tinyspec.training.driver import RecipeRun, RunOptions, find_beside
-from tinyspec.training.heads import TextBatches, measure_ranks, prepare_texts
+from tinyspec.training.heads import TextBatches, count_answer_tokens, measure_ranks, prepare_texts
 from tinyspec.training.outputs import TargetOutput
 from tinyspec.training.recipe import read_head_recipe
+from tinyspec.training.text_cache import select_seen
 from tinyspec.training.train import TrainingResult, autocast
 
 BOOK_CHARACTERS = 20_000  # of each book whose perplexity is measured
@@ -84,7 +85,7 @@ def train_tuned(
     weights = {name: copy_to_float32(weight) for name, weight in target.weights.items()}
     beside = {name: copy_to_float32(weight) for name, weight in begun.items()}
     counted = tuned.tables(
-        target.config, settings, [text.ids for text in texts], plan.settings.seed
+        target.config, settings, [text.ids for text in select_seen(texts)], plan.settings.seed
     )
     tables = {name: table.to(where) for name, table in counted.items()}
     further = {f"{card.head_method}/{name}": weight for name, weight in beside.items()}
@@ -106,12 +107,12 @@ def train_tuned(
     @torch.no_grad()
     def validate() -> dict[str, float]:
         """Return the loss on the held-out texts, with the same random numbers each time."""
-        at_the_end, total = tuning._replace(progress=1.0), 0.0
+        at_the_end, losses = tuning._replace(progress=1.0), list[float]()
         for number, batch in enumerate(batches.held_batches):
             generator = torch.Generator().manual_seed(number)
             with autocast(where):
-                total += float(tuned.loss(at_the_end, batch, generator))
-        return {"held_out": total / len(batches.held_batches)}
+                losses.append(float(tuned.loss(at_the_end, batch, generator)))
+        return {"held_out": batches.average_held_out(losses)}
 
     result = run.train(
         {**weights, **further},
@@ -120,6 +121,7 @@ def train_tuned(
         validate,
         begin_step,
         rates=dict.fromkeys(further, tuned.rate),
+        weigh=count_answer_tokens,
     )
     if not result.finished:
         return result, {}

@@ -50,6 +50,7 @@ from tinyspec.tree import ROOT
 
 BESIDE = ("llma", "speculative_decoding", "distillspec")
 SHOWN_DEPTHS = 5  # columns of the table
+SITTING = ("command", "commit", "date", "machine")  # what is said of each run with rows here
 SMALL_TREE = 7  # nodes of what counts as a small tree in the note on sizes
 
 
@@ -104,24 +105,28 @@ def count_heads_of_model(given: HeadsSettings, quiet: bool = False) -> dict[str,
         for method, name in tuned.items():
             counts = count_method(given, name, ArmSpec(method), tick)
             arms[method] = summarize_counts(counts) | describe_folder(name)
-    earlier = read_earlier_rows(given) if given.keep is not None else {}
-    return _stamp(given, model, {**earlier, **arms})
+    if given.keep is None:
+        return _stamp(given, model, arms)
+    earlier, sittings = read_earlier_rows(given.keep, given)
+    made = _stamp(given, model, {**earlier, **arms})
+    own = {name: made[name] for name in SITTING}
+    return {**made, "sittings": [*sittings, own]}
 
 
-def read_earlier_rows(given: HeadsSettings) -> dict[str, Any]:
-    """Return the rows of the result that `keep` names, each with the date of its run.
+def read_earlier_rows(file: Path, given: HeadsSettings) -> tuple[dict[str, Any], list[Any]]:
+    """Return the rows of a result, each with the date of its run, and the commands that made it.
 
     Raises TinyspecError if it was counted in another way.
     """
-    assert given.keep is not None
-    earlier = json.loads(given.keep.read_text(encoding="utf-8"))
+    earlier = json.loads(file.read_text(encoding="utf-8"))
     for name in ("model", "prompts", "tokens", "temperature", "seed", "dtype"):
         if (was := earlier.get("settings", {}).get(name)) != getattr(given, name):
             raise TinyspecError(
-                f"{given.keep}: its {name} is {was}, here it is {getattr(given, name)}: its rows "
+                f"{file}: its {name} is {was}, here it is {getattr(given, name)}: its rows "
                 "cannot stand beside these, leave out --keep"
             )
-    return {name: {"kept": earlier["date"], **arm} for name, arm in earlier["arms"].items()}
+    rows = {name: {"kept": earlier["date"], **arm} for name, arm in earlier["arms"].items()}
+    return rows, earlier.get("sittings", [{name: earlier[name] for name in SITTING}])
 
 
 def find_tuned_models(model: Model) -> dict[str, str]:

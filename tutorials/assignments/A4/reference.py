@@ -97,7 +97,7 @@ def medusa_loss(weights: Weights, ids: Tensor, states: Tensor) -> Tensor:
     Args:
         ids, states: a batch.
     Returns:
-        A tensor without dimensions, through which gradients flow to the blocks.
+        A tensor without dimensions. A training needs gradients that flow through it to the blocks.
     """
     # solution
     loss = states.new_zeros(())
