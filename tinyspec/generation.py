@@ -403,8 +403,12 @@ def stopping_criteria(
     stops = [stop] if isinstance(stop, str) else list(stop)
     strings = tuple(s for s in stops if isinstance(s, str))
     sequences = tuple(tuple(s) for s in stops if not isinstance(s, str))
-    decode = (lambda ids: model.tokenizer.decode(list(ids))) if strings else None
-    return StoppingCriteria(frozenset(model.config.eos), strings, sequences, max_new_tokens, decode)
+    eos = frozenset(model.config.eos)
+    if not strings:
+        return StoppingCriteria(eos, (), sequences, max_new_tokens)
+    tokenizer = model.tokenizer
+    silent = tokenizer.special_ids.union(range(tokenizer.vocab_size, model.config.vocab_size))
+    return StoppingCriteria(eos, strings, sequences, max_new_tokens, tokenizer.decode, silent)
 
 
 def _finish(running: GenerationRun) -> Generation:

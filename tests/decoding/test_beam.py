@@ -1,12 +1,14 @@
 """Greedy and beam search over many rows, against one row at a time and against all texts."""
 
 import itertools
+import math
 
 import pytest
 import torch
 from torch import Tensor
 
 from tinyspec.decoding.beam import beam_search, greedy_search
+from tinyspec.errors import TinyspecError
 
 BEGIN, EOS, V = 1, 2, 5
 
@@ -81,3 +83,15 @@ def test_what_has_ended_is_not_computed_any_more() -> None:
     nothing = Table([3, 4])
     assert greedy_search(nothing, BEGIN, EOS, [0, 0]) == [[], []]
     assert nothing.steps == 0
+
+
+@pytest.mark.parametrize(("limit", "logit"), [(3, math.nan), (3, -math.inf), (0, 0.0)])
+def test_logits_that_allow_no_text_are_an_error(limit: int, logit: float) -> None:
+    class Broken(Table):
+        def step(self, tokens: Tensor) -> Tensor:
+            logits = torch.full_like(super().step(tokens), logit)
+            logits[:, EOS] = -math.inf
+            return logits
+
+    with pytest.raises(TinyspecError, match="the logits define no distribution"):
+        beam_search(Broken([3, 4]), BEGIN, EOS, [limit, limit])

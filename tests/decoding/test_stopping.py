@@ -1,13 +1,18 @@
 """Stop rules: one cut for every technique, at every alignment of block and stop."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.lm.small import LLAMA
+from tests.lm.test_tokenizer import byte_level
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
+from tinyspec.generation import stopping_criteria
+from tinyspec.lm.model import Model
 
 TOKENS = st.lists(st.integers(0, 3), max_size=12)
 
@@ -104,6 +109,29 @@ def test_a_string_that_began_long_before_the_block_is_found() -> None:
         1,
         "stop",
     )
+
+
+def test_tokens_without_text_hide_no_stop_string() -> None:
+    """Special tokens may stand inside a stop string, more than it has bytes."""
+    silent = 4
+    decode = lambda ids: spell([id for id in ids if id != silent])  # noqa: E731
+    stop = StoppingCriteria(strings=("abc",), decode=decode, silent=frozenset({silent}))
+    ids = [0, *[silent] * 40, 1, *[silent] * 40, 2]
+    assert plain(stop, [*ids, 3], None) == (ids, "stop")
+    assert stop.cut([0, 1], [silent, 2, 3]) == (2, "stop")
+
+
+def test_a_request_knows_which_ids_have_no_text() -> None:
+    """Special tokens, and the ids that a padded embedding has beyond the vocabulary."""
+    tokenizer = byte_level()
+    size = tokenizer.vocab_size
+    config = replace(LLAMA, vocab_size=size + 3)
+    model = Model(config, Model.random(config).weights, tokenizer)
+    stop = stopping_criteria(model, ["ab"], None)
+    assert stop.silent == {*tokenizer.special_ids, size, size + 1, size + 2}
+    a, b = tokenizer.encode("a") + tokenizer.encode("b")
+    ids = [a, *[*stop.silent] * 20, b]
+    assert stop.cut(ids[:-1], [b, a]) == (1, "stop")
 
 
 def test_a_window_that_begins_inside_a_character_has_no_stop_of_its_own() -> None:

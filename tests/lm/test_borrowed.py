@@ -167,6 +167,40 @@ def test_another_target_and_damage_are_an_error_of_one_line(
         tinyspec.load(folder)
 
 
+@pytest.mark.parametrize("shape", [(), (286,), (10, 32)])
+def test_a_targets_matrix_of_another_shape_is_named(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    tied = tinyspec.load(tiny_zoo(tmp_path).big)
+    weights = {**tied.weights, "head": tied.weights["embed"] + 1}
+    target = Model(checkpoint.replace(tied.config, tied=False), weights, tied.tokenizer)
+    target.save(tmp_path / "untied")
+    draft_of(target, "../untied").save(tmp_path / "draft")
+    file = tmp_path / "untied" / "model.safetensors"
+    good = safetensors.torch.load_file(file)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        safetensors.torch.save_file(good | {name: torch.zeros(shape)}, file)
+        with pytest.raises(TinyspecError, match=rf"untied: {name} has shape"):
+            tinyspec.load(tmp_path / "draft")
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.complex64])
+def test_ids_of_another_type_are_refused(pair: tuple[Path, Path], dtype: torch.dtype) -> None:
+    file = pair[1] / "model.safetensors"
+    stored = safetensors.torch.load_file(file)
+    stored[borrowed.SAYS] = torch.tensor([0, 1]).to(dtype)
+    safetensors.torch.save_file(stored, file)
+    with pytest.raises(TinyspecError, match="rising ids from 0 to 285"):
+        tinyspec.load(pair[1])
+
+
+def test_a_target_whose_name_is_too_long_for_a_file_is_not_there(pair: tuple[Path, Path]) -> None:
+    file = pair[1] / "config.json"
+    config = json.loads(file.read_text())
+    config["tinyspec"][borrowed.FROM] = "a" * 300
+    file.write_text(json.dumps(config))
+    with pytest.raises(TinyspecError, match="not on this machine"):
+        checkpoint.read_checkpoint(pair[1])
+
+
 def test_a_config_that_says_only_some_ids_cannot_be_stored_without_a_lender(
     pair: tuple[Path, Path],
 ) -> None:

@@ -18,6 +18,7 @@ from tests.lm.checkpoints import MISTRAL, QWEN2, QWEN3, edit, expect_error, fold
 from tests.lm.small import GPT2, LLAMA
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
+from tinyspec.lm.model import Model
 
 
 @pytest.mark.parametrize(
@@ -115,6 +116,27 @@ def test_a_config_that_we_would_compute_wrongly_is_an_error_that_names_the_field
     path = folder(tmp_path, config)
     edit(path / "config.json", **changes)
     expect_error(path, says)
+
+
+@pytest.mark.parametrize("field", ["rope_theta", "rms_norm_eps"])
+def test_a_number_beyond_a_double_is_refused(tmp_path, field):
+    path = folder(tmp_path)
+    edit(path / "config.json", **{field: 10**400})
+    expect_error(path, f"{field} is 1000.*, expected a positive number")
+
+
+def test_a_whole_number_beyond_64_bits_is_read_as_a_float(tmp_path):
+    path = folder(tmp_path)
+    edit(path / "config.json", rope_theta=10**20)
+    parts = checkpoint.read_checkpoint(path)
+    assert Model(parts.config, dict(parts.weights)).logits([1, 2]).isfinite().all()
+
+
+@pytest.mark.parametrize("kinds", [5, True, "full_attention", {"full_attention": 1}])
+def test_kinds_of_layers_that_are_no_list_are_refused(tmp_path, kinds):
+    path = folder(tmp_path, QWEN2)
+    edit(path / "config.json", layer_types=kinds)
+    expect_error(path, "layer_types is .*, expected a list of 'full_attention'")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "\xff\xfe", "[" * 100_000, '{"a": NaN'])
@@ -256,3 +278,14 @@ def test_what_is_not_there_is_named(tmp_path):
     expect_error(path / "model.safetensors", "named by its folder")
     (path / "model.safetensors").unlink()
     expect_error(path, "model.safetensors: missing, and so is model.safetensors.index.json")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    path = folder(tmp_path)
+    where, long = shard(path), "a" * 300 + ".safetensors"
+    where[next(iter(where))] = long
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    expect_error(path, "a.safetensors: missing, but model.safetensors.index.json names it")
+    (path / "config.json").unlink()
+    (path / "config.json").mkdir()
+    expect_error(path, r"config.json: cannot be read \(.*directory")

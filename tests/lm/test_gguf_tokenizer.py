@@ -88,6 +88,19 @@ def test_sentencepiece_joins_the_best_scored_pair_first():
     assert tokenizer.decode(tokenizer.encode("ab  é")) == "ab  é"
 
 
+def test_a_token_of_sentencepiece_that_is_too_long_is_refused():
+    """All splits of a token are listed: a long one would need much memory."""
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "a" * 256],
+        "tokenizer.ggml.scores": [0.0, 0.0],
+    }
+    assert build_tokenizer(metadata, "x.gguf").vocab_size == 2
+    metadata["tokenizer.ggml.tokens"] = ["<unk>", "a" * 257]
+    with pytest.raises(TinyspecError, match=r"x.gguf: .* a token of 257 characters, .* 256"):
+        build_tokenizer(metadata, "x.gguf")
+
+
 # ------------------------------------------------------------------ SmolLM2 itself
 
 

@@ -522,6 +522,15 @@ def test_a_config_that_contradicts_is_an_error_that_names_the_field(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("repeat", [0, 2, 1.0, "x", None])
+def test_a_translator_whose_layers_repeat_is_refused(tmp_path: Path, repeat: object) -> None:
+    folder = damaged(tmp_path / "m", tinyspec={"repeat": repeat})
+    with pytest.raises(
+        TinyspecError, match=r"config.json: tinyspec: repeat is .*, expected nothing"
+    ):
+        Seq2Seq.load(folder)
+
+
 def test_a_head_is_stored_beside_the_architecture_and_checked(tmp_path: Path) -> None:
     with_head = replace(PLAIN, heads={"crf_from": (20, 3)})
     made, plain = model(with_head), model(PLAIN)

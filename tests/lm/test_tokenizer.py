@@ -3,6 +3,7 @@
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -347,4 +348,20 @@ def test_a_panic_at_one_text_is_an_error_of_that_text(tmp_path: Path):
 
 def test_a_folder_without_tokenizer_json_says_how_to_convert(tmp_path: Path):
     with pytest.raises(TinyspecError, match="save_pretrained"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.jinja"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch, file):
+    byte_level().save(tmp_path)
+    (tmp_path / file).touch()
+    read = Path.read_text
+
+    def refuse(path: Path, *args: Any, **options: Any) -> str:
+        if path.name == file:
+            raise PermissionError("not for you")
+        return read(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(TinyspecError, match=rf"{file}: cannot be read \(not for you\)"):
         Tokenizer.from_folder(tmp_path)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.lm.oracle import Oracle
 from tests.lm.small import GPT2, LLAMA, model
+from tests.lm.test_tokenizer import byte_level
 from tinyspec.lm import blocks, engine, ops
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import Cache, ForwardBatch, ForwardRecord, Plan, VisibleSet
@@ -274,6 +275,24 @@ def test_a_model_describes_itself_and_moves() -> None:
 def test_a_model_moves_with_its_extras() -> None:
     m = Model(LLAMA, model().weights, extras={"exits.bias": torch.zeros(1)})
     assert m.to(device="meta").extras["exits.bias"].device.type == "meta"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("padding", [0, 1, 5])
+def test_new_tokens_begin_as_the_mean_of_the_known_ones_in_a_padded_matrix_too(
+    padding: int, tied: bool
+) -> None:
+    tokenizer = byte_level()
+    known = tokenizer.vocab_size
+    padded = Model.random(replace(LLAMA, vocab_size=known + padding, tied=tied))
+    grown = Model(padded.config, padded.weights, tokenizer).with_tokens(["[A]", "[B]"])
+    assert grown.tokenizer.find_id("[B]") == known + 1
+    assert grown.config.vocab_size == known + max(2, padding)
+    for name in ("embed",) if tied else ("embed", "head"):
+        old, new = padded.weights[name], grown.weights[name]
+        assert torch.equal(new[:known], old[:known])
+        close(new[known : known + 2], old[:known].mean(0).expand(2, -1), 1e-6)
+        assert torch.equal(new[known + 2 :], old[known + 2 :])
 
 
 # ------------------------------------------------------------------ tables of cos and sin

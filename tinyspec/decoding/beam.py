@@ -19,6 +19,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tinyspec.errors import TinyspecError
+
 
 class BatchDecoder(Protocol):
     """A model that is decoding N texts, with its caches."""
@@ -121,6 +123,8 @@ class BeamSearch(NamedTuple):
         # 2. Select: the best `beam` of each source, and the texts that end among them.
         selected, ended = list[tuple[int, int, float]](), list(self.ended)  # row, token, score
         for source, found in enumerate(candidates):
+            if not found and not ended[source]:
+                raise TinyspecError("the logits define no distribution: check the weights")
             found.sort(key=lambda one: -one[0])
             kept = list[tuple[int, int, float]]()
             for rank, (score, row, token) in enumerate(found):

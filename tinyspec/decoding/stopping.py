@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from tinyspec.errors import TinyspecError
 
@@ -18,6 +19,7 @@ class StoppingCriteria:
     sequences       token sequences that end it, kept whole
     max_new_tokens  None: no limit
     decode          ids -> text, needed for strings
+    silent          ids without text, which may stand inside a string
     """
 
     eos: frozenset[int] = frozenset()
@@ -25,6 +27,7 @@ class StoppingCriteria:
     sequences: tuple[tuple[int, ...], ...] = ()
     max_new_tokens: int | None = None
     decode: Callable[[Sequence[int]], str] | None = None
+    silent: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if any(not s for s in self.strings) or any(not s for s in self.sequences):
@@ -83,15 +86,16 @@ class StoppingCriteria:
     def _completes_stop_string(self, seen: Sequence[int]) -> bool:
         """Return whether the last token completed a stop string.
 
-        A token may be less than a character, never less than a byte. The last tokens are decoded
-        first, which is quick. They may begin inside a character, so a hit is looked at again in the
-        whole text.
+        A token may be a part of a character; a special one has no text. The last tokens with text
+        are decoded first, which is quick. They may begin inside a character, so a hit is looked at
+        again in the whole text.
         """
-        if not self.strings or self.decode is None:
+        if not self.strings or self.decode is None or seen[-1] in self.silent:
             return False
         window = max(len(s.encode()) for s in self.strings) + 8
-        near = self.decode(seen[-window:])
-        # A cut character leaves up to 3 marks at an end; a cut run of byte tokens is nothing else.
+        last = islice((token for token in reversed(seen) if token not in self.silent), window)
+        near = self.decode([*last][::-1])
+        # A cut character leaves up to 3 marks at an end; a cut run of byte tokens is all marks.
         may_hit = near.count("\ufffd") > 6 or self._has_stop_string(near)
         return may_hit and self._has_stop_string(self.decode(seen))
 

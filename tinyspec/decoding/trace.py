@@ -19,7 +19,7 @@ Origin = Literal["accepted", "recovered", "bonus", "plain"]
 class Statistics:
     """Figures of a request, counted after the cut at a stop.
 
-    The prefill is no target call. Each round is exactly one; plain decoding makes one token a call.
+    The prefill is not counted. Each round is one target call; plain decoding: one token a call.
     Where streams of one answer share a pass, it is one call.
     """
 

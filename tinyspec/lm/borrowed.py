@@ -8,6 +8,7 @@ has logit -inf. So the draft has the target's vocabulary, and its head costs as 
 ids.
 """
 
+import os
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -57,7 +58,7 @@ def find_target_folder(
             f"{folder / 'config.json'}: {FROM} is {name!r}, expected the name of a model"
         )
     found: Path | None = folder / name
-    if not (folder / name / "config.json").is_file():
+    if not os.path.isfile(folder / name / "config.json"):  # False if the name is too long
         found = None if find is None else find(name)
     if found is None or not (found / "config.json").is_file():
         raise TinyspecError(
@@ -89,7 +90,8 @@ def load_shared_weights(
     if SAYS not in tensors:
         raise TinyspecError(f"{file}: {SAYS} is missing: the ids that the draft may say")
     ids = tensors[SAYS]()
-    head_ids = tuple(ids.tolist()) if ids.ndim == 1 and not ids.is_floating_point() else ()
+    are_ids = ids.ndim == 1 and ids.dtype in (torch.int32, torch.int64)
+    head_ids = tuple(ids.tolist()) if are_ids else ()
     if (
         not head_ids
         or any(a >= b for a, b in pairwise(head_ids))
@@ -98,13 +100,13 @@ def load_shared_weights(
     ):
         raise TinyspecError(f"{file}: {SAYS} must be rising ids from 0 to {config.vocab_size - 1}")
     named = families.weight_sources(theirs)
-    embed = _read_shared(shared, named["embed"].names[0], target)
+    embed = _read_shared(theirs, shared, named["embed"].names[0], target)
     if (wanted := config.extra.get(CHECK)) is not None and embedding_checksum(embed) != wanted:
         raise TinyspecError(
             f"{file}: the embeddings of {name} at {target} are not those that this draft was made "
             "with: it is another model, or another version of it"
         )
-    head = embed if theirs.tied else _read_shared(shared, named["head"].names[0], target)
+    head = embed if theirs.tied else _read_shared(theirs, shared, named["head"].names[0], target)
     config = replace(config, head_ids=head_ids, tied=False)
     ours = families.weight_sources(config)
     made = {key: read for key, read in tensors.items() if key != SAYS}
@@ -113,11 +115,13 @@ def load_shared_weights(
     return config, made
 
 
-def _read_shared(tensors: Tensors, name: str, folder: Path) -> Tensor:
+def _read_shared(config: Config, tensors: Tensors, name: str, folder: Path) -> Tensor:
     short = name.removeprefix("transformer.")  # GPT2Model saves without the prefix
     if name not in tensors and short not in tensors:
         raise TinyspecError(f"{folder}: {name} is missing, which a draft takes from it")
-    return tensors[name if name in tensors else short]()
+    tensor = tensors[name if name in tensors else short]()
+    families.check_tensor(tensor, (config.vocab_size, config.d_model), f"{folder}: {name}")
+    return tensor
 
 
 def add_checksum(config: Config, weights: Mapping[str, Tensor]) -> Config:

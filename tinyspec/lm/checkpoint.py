@@ -232,6 +232,8 @@ def read_json(file: Path) -> dict[str, Any]:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise TinyspecError(f"{file}: missing; a checkpoint folder needs it") from None
+    except OSError as error:
+        raise TinyspecError(f"{file}: cannot be read ({error})") from error
     except (ValueError, RecursionError) as error:
         raise TinyspecError(f"{file}: not valid JSON ({error}); fetch or save it again") from error
     if not isinstance(values, dict):
@@ -272,7 +274,7 @@ def open_tensors(folder: Path) -> tuple[dict[str, Callable[[], Tensor]], Path]:
         where = _read_index(index)
         held: dict[str, str] = {}
         for shard in sorted(set(where.values())):
-            if not (folder / shard).is_file():
+            if not os.path.isfile(folder / shard):  # False if the name is too long
                 raise TinyspecError(
                     f"{folder / shard}: missing, but {_INDEX} names it; fetch it again"
                 )

@@ -219,7 +219,7 @@ class Engine:
     fails, every weight is put back before the error is raised. `quantised` has the other matrices,
     and is emptied too.
 
-    quantised_bytes  of each of these
+    quantised_bytes  bytes of each quantised matrix
     """
 
     def __init__(

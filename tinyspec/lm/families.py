@@ -11,6 +11,7 @@ files have their own names and LLaMA's [out, in].
 """
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
@@ -23,7 +24,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
 
 SEQ2SEQ = "tinyspec-seq2seq"  # the model_type of our encoder-decoders (seq2seq_file.py)
-_LAYERS = 10_000  # most layers: each is a dozen names to look for, and a number may be damaged
+_LAYERS = 10_000  # most layers that are accepted: a damaged file may ask for millions
 _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -53,16 +54,16 @@ class ConfigReader:
         return value
 
     def positive_number(self, key: str, default: float | None = None) -> float:
-        """Return a field that is a positive number."""
+        """Return a field that is a positive number. Torch takes no int beyond 64 bits."""
         value = self.values.get(key)
         value = default if value is None else value
         if (
             not isinstance(value, int | float)
             or isinstance(value, bool)
-            or not 0 < value < float("inf")
+            or not 0 < value <= sys.float_info.max
         ):
             raise self.error(key, "a positive number")
-        return value if isinstance(value, int) else float(value)
+        return value if isinstance(value, int) and value < 2**63 else float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
         """Return a field that is true or false."""
@@ -209,9 +210,10 @@ def _build_qwen3(f: ConfigReader, rest: dict[str, Any]) -> Config:
 def _check_full_attention(f: ConfigReader) -> None:
     """Raise TinyspecError where a layer attends within a window only."""
     f.require("use_sliding_window", False)
-    if any(kind != "full_attention" for kind in f.values.get("layer_types") or ()):
+    kinds = f.values.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise f.error(
-            "layer_types", "'full_attention' in every layer; tinyspec computes nothing else here"
+            "layer_types", "a list of 'full_attention'; tinyspec computes nothing else here"
         )
 
 

@@ -234,7 +234,7 @@ class Cache:
 SeenSlots = tuple[int, tuple[int, ...]]
 """(prefix, others): a row attends to slots 0..prefix-1, where slot == position, then to others.
 
-All are in the order of their positions."""
+These slots are in order of position."""
 
 
 class Scores(NamedTuple):

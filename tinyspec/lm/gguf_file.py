@@ -350,6 +350,7 @@ _REGEX = {"llama-bpe": _CASELESS + r"\p{N}{1,3}" + _TAIL, "qwen2": _CASELESS + r
 _GPT2 = ("gpt-2", "gpt2")
 _DIGITS = ("smollm", "starcoder", "refact", "command-r")  # digits one by one, then GPT-2's rule
 _UNNAMED = ("default", None)
+_LONGEST = 256  # characters of a token, whose splits are all listed; SentencePiece makes 16 at most
 
 
 def build_tokenizer(metadata: dict[str, Any], source: str) -> Tokenizer | None:
@@ -438,6 +439,11 @@ def _build_sentencepiece(metadata: dict[str, Any], tokens: list[str], source: st
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise TinyspecError(
             f"{source}: tokenizer.ggml.scores is missing or of another length than the tokens"
+        )
+    if (longest := max(map(len, tokens))) > _LONGEST:
+        raise TinyspecError(
+            f"{source}: tokenizer.ggml.tokens has a token of {longest} characters, expected at "
+            f"most {_LONGEST}; take the safetensors folder"
         )
     vocab = {token: id for id, token in enumerate(tokens)}
     ranked = []

@@ -54,9 +54,9 @@ class HeadSettings:
     draft_vocab  tokens that the head may propose, the target's most frequent; 0: all. In shapes it
                  is V'
 
-    Whole numbers must be at least 1, or 0 where that is the default, and at most MOST or
-    MOST_HEADS. Other numbers must be from 0 to MOST. What is true or false by default must be one
-    of the two. Texts are left to the subclass.
+    Whole numbers are from 1 (from 0 if 0 is the default) to MOST or MOST_HEADS. Other numbers must
+    be from 0 to MOST. What is true or false by default must be one of the two. Texts are left to
+    the subclass.
     """
 
     draft_vocab: int = 0

@@ -87,17 +87,17 @@ class Model(Transformer):
     def with_tokens(self, tokens: Sequence[str]) -> "Model":
         """Return a model whose vocabulary also has these special tokens.
 
-        Their rows, in each matrix that has one for a token, begin as the mean of the others.
+        Their rows in the embedding and the head begin as the mean of the other rows. A matrix may
+        have rows beyond the vocabulary: these do not count, and the first of them are replaced.
         """
         tokenizer = self.tokenizer.with_tokens(tokens)
-        size = max(tokenizer.vocab_size, self.config.vocab_size)
-        config = replace(self.config, vocab_size=size)
+        first, size = self.tokenizer.vocab_size, tokenizer.vocab_size
+        config = replace(self.config, vocab_size=max(size, self.config.vocab_size))
         weights = dict(self.weights)
-        for name, shape in config.shapes().items():
-            old = weights[name]
-            if len(old) < shape[0]:
-                mean = old.double().mean(0, keepdim=True).to(old.dtype)
-                weights[name] = torch.cat([old, mean.expand(shape[0] - len(old), *old.shape[1:])])
+        for name in ("embed",) if config.tied or config.head_ids else ("embed", "head"):
+            known, padding = weights[name][:first], weights[name][size:]
+            mean = known.double().mean(0).to(known.dtype)
+            weights[name] = torch.cat([known, mean.expand(size - len(known), -1), padding])
         return Model(config, weights, tokenizer, self.name, self.extras)
 
     def save(self, folder: str | Path) -> None:

@@ -45,7 +45,7 @@ from tinyspec.lm.transformer import Transformer
 
 T = TypeVar("T")
 JOIN_SECONDS = 5.0  # to wait for cancelled requests: each ends at its next pass
-MOST_RULES = 64  # kept for the next who ask: a client of a server chooses their knobs
+MOST_RULES = 64  # rules that are kept: each client of a server may ask for another
 
 
 class RequestCancelled(Exception):
@@ -435,8 +435,7 @@ class Scheduler:
         """Answer questions; where there are none, run what the policy picks. The lock is held.
 
         Then wake the next request. Nothing runs while a live request does not wait: it may want to
-        take part. If the policy cancels all that it picks, nobody goes on, and the others are asked
-        about again.
+        take part. If the policy cancels all that it picked, it is asked again about the others.
         """
         while self._waiting and not self._is_computing and len(self._waiting) == len(self._live):
             asked = [one for one in self._waiting.values() if isinstance(one, _Question)]

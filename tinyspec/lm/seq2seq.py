@@ -715,7 +715,7 @@ def _compiled_path(host: Seq2Seq) -> CompiledCrossAttention | None:
     """
     if host.dtype != torch.float32 or not can_pack(host.decoder.config, host.weights):
         return None
-    if any(w.is_inference() for w in host.weights.values()):  # their writes are not counted
+    if any(w.is_inference() for w in host.weights.values()):  # they have no _version
         return None
     state = tuple(w._version for w in host.weights.values())
     if host.compiled.get("state") != state:

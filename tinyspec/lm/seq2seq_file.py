@@ -74,6 +74,10 @@ def read_seq2seq_config(folder: Path) -> Seq2SeqConfig:
     extra = values.get("tinyspec", {})
     if not isinstance(extra, dict):
         raise f.error("tinyspec", "a JSON object")
+    if "repeat" in extra:
+        raise ConfigReader(f"{file}: tinyspec", extra).error(
+            "repeat", "nothing: no layer of a translator repeats"
+        )
     config = Seq2SeqConfig(
         **sizes,
         positional=f.boolean("positional", False),

@@ -187,6 +187,8 @@ class Tokenizer:
         if (path_config := folder / "tokenizer_config.json").is_file():
             try:
                 config = json.loads(path_config.read_text(encoding="utf-8"))
+            except OSError as error:
+                raise TinyspecError(f"{path_config}: cannot be read ({error})") from error
             except (ValueError, RecursionError) as error:
                 raise TinyspecError(
                     f"{path_config}: not valid JSON ({error}); fetch or save it again"
@@ -206,6 +208,8 @@ class Tokenizer:
         if (path_template := folder / "chat_template.jinja").is_file():
             try:
                 template = path_template.read_text(encoding="utf-8")
+            except OSError as error:
+                raise TinyspecError(f"{path_template}: cannot be read ({error})") from error
             except UnicodeDecodeError as error:
                 raise TinyspecError(
                     f"{path_template}: not a text in UTF-8 ({error}); fetch or save it again"
