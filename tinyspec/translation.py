@@ -77,7 +77,7 @@ class Translation(Generation):
     """The result for a source: a Generation, and what every pass made of a canvas.
 
     finish_reason  "length" where a canvas was rewritten, because its length was decided before its
-                   tokens; a technique that writes ends tells "eos" for one (`finish_reason`)
+                   tokens; a technique with a method `finish_reason` says which
     passes         of a technique that rewrites, one entry a decoder pass
     """
 
@@ -289,7 +289,7 @@ def start_translation(
         knobs["temperature"], temperature = (
             temperature,
             None,
-        )  # its own, and another's than the tokens'
+        )  # its own knob, not the tokens'
     card.settings(knobs)
     check_sampling(0.0 if temperature is None else temperature, top_k, top_p)
     ids = model.tokenizer.encode(source) if isinstance(source, str) else list(source)
@@ -500,7 +500,7 @@ def find_teacher(
             try:
                 _teachers[model] = load_translator(str(named), model.device, model.dtype)
             except TinyspecError:
-                return None  # not on this machine; a technique that cannot do without says so
+                return None  # not on this machine; a technique that needs it raises an error
         teacher = _teachers[model]
     judge = None if teacher is None else load_encoder_decoder(teacher, "teacher")
     if judge is not None:

@@ -174,6 +174,33 @@ def test_a_teacher_that_cannot_judge_is_an_error() -> None:
         score_candidates(random_reader(1, positional=False), SOURCE, canvas([4] * 12))
 
 
+@pytest.mark.parametrize(
+    ("trained", "heads", "judges"),
+    [
+        ("teacher", {}, True),
+        ("plain", {}, True),
+        ("depth_adaptive", {"depth_adaptive/halt": (1,)}, True),  # it writes from left to right too
+        ("mask_predict", {}, False),
+        ("parallel", {}, False),
+        ("nar_crf", {"crf_from": (9, 2)}, False),
+        ("sat", {}, False),
+        ("specdec", {}, False),
+    ],
+)
+def test_only_a_model_that_writes_from_left_to_right_judges(
+    trained: str, heads: dict[str, tuple[int, ...]], judges: bool
+) -> None:
+    config = replace(
+        random_reader(1, positional=False).config, heads=heads, extra={"trained_for": trained}
+    )
+    teacher = Seq2Seq.create(config, torch.Generator().manual_seed(0))
+    if judges:
+        check_teacher(random_reader(0), teacher)
+        return
+    with pytest.raises(TinyspecError, match="does not write from left to right"):
+        check_teacher(random_reader(0), teacher)
+
+
 # ---------------------------------------------------------------------- what the laws see
 
 

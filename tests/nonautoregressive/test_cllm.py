@@ -68,6 +68,15 @@ def test_a_fixed_point_that_repeats_one_token_is_not_used(
     assert (pair is not None) == is_used
 
 
+def test_what_stands_after_the_end_of_text_is_not_looked_at_for_repeats(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = [[1] * 12, [3, 0] + [5] * 10]
+    monkeypatch.setattr(module, "trace_trajectory", lambda *args: states)
+    pair = draw_pair(None, (7, 8), 12, (0,), torch.Generator())  # type: ignore[arg-type]
+    assert pair is not None and pair.fixed == [3, 0]
+
+
 def test_a_trajectory_of_one_state_has_no_consistency_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

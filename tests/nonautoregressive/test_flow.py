@@ -116,6 +116,21 @@ def test_a_constant_channel_has_finite_weights() -> None:
     assert bool(noise.isfinite().all()) and bool(logdet.isfinite().all())
 
 
+def test_in_bfloat16_the_matrices_are_inverted_in_float32() -> None:
+    """torch has neither an inverse nor a determinant in bfloat16."""
+    settings = SHAPES[0]
+    exact = random_flower(0, settings)
+    rough = Seq2Seq(exact.config, {name: w.bfloat16() for name, w in exact.weights.items()})
+    z, slots = random_latents(0, 1, 4, WIDTH), torch.ones(1, 4).bool()
+    expected = flow_of(Flow, exact, SOURCES[0], settings).to_noise(z, slots)
+    flow = flow_of(Flow, rough, SOURCES[0], settings)
+    noise, logdet = flow.to_noise(z.bfloat16(), slots)
+    assert torch.allclose(noise.double(), expected[0], atol=0.1)
+    assert float(logdet) == pytest.approx(float(expected[1]), abs=0.1)
+    back = flow.from_noise(noise, slots)
+    assert back.dtype == torch.bfloat16 and torch.allclose(back.double(), z, atol=0.1)
+
+
 def test_every_entry_is_changed_by_two_of_four_couplings() -> None:
     for length in (1, 2, 5):
         changed = sum(~kept_entries(n, length, WIDTH) for n in range(4))

@@ -228,6 +228,13 @@ def test_targets_too_long_for_the_length_token_raise_an_error() -> None:
         )
 
 
+def test_pairs_whose_length_cannot_be_told_are_left_out_of_a_training() -> None:
+    trained = find_technique("mask_predict").translator
+    assert trained is not None
+    fits = [trained.fits(tiny(4).config, None, 2, n) for n in range(6)]
+    assert fits == [False, True, True, True, False, False]
+
+
 # ---------------------------------------------------------------------- bad input, and the card
 
 

@@ -46,6 +46,7 @@ from tinyspec.nonautoregressive.refine_many import refine_many, translate_source
 from tinyspec.technique import Guarantee, RefineRequest, TranslatorTraining, find_technique
 from tinyspec.training.bitext import pad_sequences
 from tinyspec.training.recipe import read_translation_recipe
+from tinyspec.translation import Translation, translate
 
 RECIPE = Path(__file__).parents[2] / "models/multi30k-nagbert/recipe.toml"
 
@@ -135,6 +136,19 @@ def test_a_translation_has_at_least_one_word_and_no_special_token() -> None:
         assert len(tokens) >= 1 and min(tokens) > MASK
         ended += len(tokens) < 5
     assert ended
+
+
+def test_a_translation_tells_whether_its_own_end_cut_it() -> None:
+    reasons = set()
+    for seed, source in product(range(12), SOURCES):
+        model = random_labeller(seed)
+        model.weights["embed"][EOS] *= 4
+        done = translate(model, source, method="nag_bert")
+        assert isinstance(done, Translation)
+        is_full = len(done.tokens) == count_places(model, source)
+        assert done.finish_reason == ("length" if is_full else "eos")
+        reasons.add(done.finish_reason)
+    assert len(reasons) == 2
 
 
 # ---------------------------------------------------------------------- training
@@ -297,6 +311,15 @@ def test_padding_does_not_change_the_loss() -> None:
     source, target = torch.tensor([[4, 5], [6, 0]]), torch.tensor([[6, 5, 4], [6, 4, 0]])
     wider = torch.nn.functional.pad(source, (0, 2)), torch.nn.functional.pad(target, (0, 3))
     one, other = (nag_bert_loss(model, batch, beam=3) for batch in ((source, target), wider))
+    assert float(one) == pytest.approx(float(other), abs=1e-9)
+
+
+def test_a_piece_of_a_batch_may_be_padded_to_more_than_its_inputs() -> None:
+    """Another piece has the long pair. `train.pieces` splits a batch like this."""
+    model = random_labeller(0, positions=40)
+    source, target = torch.tensor([[4]]), torch.tensor([[6, 5]])
+    wide = torch.nn.functional.pad(target, (0, 20))
+    one, other = (nag_bert_loss(model, (source, words), beam=3) for words in (target, wide))
     assert float(one) == pytest.approx(float(other), abs=1e-9)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tinyspec
 from tests.zoo import run
@@ -97,6 +98,14 @@ def test_the_words_router_learns_its_questions_and_a_few_others() -> None:
 def test_a_false_yes_costs_more_than_a_false_no() -> None:
     route = fit_word_router(["red"] * 5, ["red"] * 5)
     assert route("red") < 0.5
+
+
+def test_the_words_router_is_fitted_where_gradients_are_off_too() -> None:
+    expected = fit_word_router(LISTS, NO_LISTS)(ASKED)
+    with torch.inference_mode():
+        assert fit_word_router(LISTS, NO_LISTS)(ASKED) == expected
+    with torch.no_grad():
+        assert fit_word_router(LISTS, NO_LISTS)(ASKED) == expected
 
 
 # ---------------------------------------------------------------------- the algorithm

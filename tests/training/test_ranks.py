@@ -43,6 +43,25 @@ assert ranks.count_processes() == 1
 """
 
 
+WRITER = """
+import sys, torch
+from tinyspec.training import ranks
+from tinyspec.training.schedule import TrainSettings
+from tinyspec.training.train import train
+
+ranks.join_ranks()
+weights = {"codebook": torch.zeros(3), "w": torch.ones(3)}
+def batches(generator):
+    return (torch.rand(4, 3, generator=generator),)
+def loss(x):
+    weights["codebook"].data.add_(x.mean(dim=0))  # as a codebook that is no part of the gradient
+    return ((x - weights["codebook"].detach()) * weights["w"]).square().mean()
+train(weights, batches, loss, TrainSettings(steps=3, lr=1e-2), sys.argv[1])
+torch.save(weights, f"{sys.argv[1]}/result{ranks.this_rank()}.pt")
+ranks.leave_ranks()
+"""
+
+
 def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """Return what torchrun tells a process."""
     told = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -55,11 +74,9 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def work(folder: Path, ranks: int, pieces: int) -> dict[str, torch.Tensor]:
-    """Train with so many processes, and return the weights of rank 0."""
-    folder.mkdir()
+def run_ranks(command: list[str], ranks: int) -> None:
+    """Run a command in so many processes, as torchrun does."""
     port = free_port()
-    command = [sys.executable, "-c", WORKER, str(folder), str(pieces), "5"]
     running = [
         subprocess.Popen(command, env=environment(rank, ranks, port), stderr=subprocess.PIPE)
         for rank in range(ranks)
@@ -67,6 +84,12 @@ def work(folder: Path, ranks: int, pieces: int) -> dict[str, torch.Tensor]:
     for process in running:
         _, error = process.communicate(timeout=300)
         assert process.returncode == 0, error.decode()
+
+
+def work(folder: Path, ranks: int, pieces: int) -> dict[str, torch.Tensor]:
+    """Train with so many processes, and return the weights of rank 0."""
+    folder.mkdir()
+    run_ranks([sys.executable, "-c", WORKER, str(folder), str(pieces), "5"], ranks)
     weights: dict[str, torch.Tensor] = torch.load(folder / "result.pt", weights_only=True)
     return weights
 
@@ -87,6 +110,14 @@ def test_a_piece_has_the_same_dropout_on_any_rank(tmp_path: Path) -> None:
     one = work(tmp_path / "one", ranks=1, pieces=3)
     two = work(tmp_path / "two", ranks=2, pieces=3)
     assert all(torch.allclose(two[name], weight, atol=1e-5) for name, weight in one.items())
+
+
+@pytest.mark.slow
+def test_ranks_have_the_same_weights_where_the_loss_writes_some(tmp_path: Path) -> None:
+    """Each rank writes what its own part of the batch says."""
+    run_ranks([sys.executable, "-c", WRITER, str(tmp_path)], 2)
+    one, other = (torch.load(tmp_path / f"result{rank}.pt", weights_only=True) for rank in range(2))
+    assert one["codebook"].any() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.fixture

@@ -248,13 +248,19 @@ def best_candidate(teacher: Seq2Seq, source: Sequence[int], canvas: Canvas) -> i
 
 
 def check_teacher(model: Seq2Seq, teacher: Seq2Seq) -> None:
-    """Raise TinyspecError unless both read the same tokens."""
+    """Raise TinyspecError unless both read the same tokens and the teacher writes left to right.
+
+    A model with the heads of its method on its decoder does so too.
+    """
     if not has_same_vocabulary(model, teacher):
         raise TinyspecError(
             f"the teacher {teacher.name} has another vocabulary than {model.name}: "
             "use the teacher it was trained with"
         )
-    if teacher.config.positional:
+    trained = str(teacher.config.extra.get("trained_for", "teacher"))
+    heads = {name.partition("/")[0] for name in teacher.decoder_extras}
+    is_causal = trained in {"teacher", "plain", "autoregressive", *heads}
+    if teacher.config.positional or not is_causal:
         raise TinyspecError(
             f"{teacher.name} does not write from left to right, so it judges nothing: "
             "use its teacher"

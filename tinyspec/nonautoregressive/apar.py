@@ -20,8 +20,7 @@ root, detail, next: each detail stands where its [Fork] was written.
 
 Rules. [Child] is put, never sampled. No [Fork] follows [Fork] or [Child] at once. After `forks`
 forks, and near the end of the context, no [Fork] is sampled. At most `streams` streams run at a
-time: others wait. While an answer has fewer than `forks` forks, that changes the passes and not the
-text.
+time: others wait. This changes only the passes, as long as the answer has fewer than `forks` forks.
 
 Training. From an answer with at least three pairs (root, detail), cross-entropy on
 

@@ -85,16 +85,16 @@ def draw_pair(
 ) -> JacobiPair | None:
     """Return a random state of a trajectory after a text, beside its fixed point.
 
-    Both end with the fixed point's first end of text. None: the fixed point repeats one token, so
-    it is not trained on.
+    Both end with the fixed point's first end of text. None: up to there the fixed point repeats one
+    token, so it is not trained on.
     """
     states = trace_trajectory(original, text, n, generator)
-    fixed = states[-1]
+    end = next((at + 1 for at, token in enumerate(states[-1]) if token in ends), n)
+    fixed = states[-1][:end]
     if any(sum(1 for _ in run) >= REPEATS for _, run in groupby(fixed)):
         return None
-    end = next((at + 1 for at, token in enumerate(fixed) if token in ends), n)
     chosen = int(torch.randint(max(len(states) - 1, 1), (), generator=generator))
-    return JacobiPair(list(text), states[chosen][:end], fixed[:end])
+    return JacobiPair(list(text), states[chosen][:end], fixed)
 
 
 # ------------------------------------------------------------------ what is trained

@@ -121,9 +121,9 @@ class Flow:
             scale = self.weights[f"flow_scale_{k}"]
             x = x * scale.exp() + self.weights[f"flow_shift_{k}"]
             logdet = logdet + count * scale.sum()
-            matrix = self.weights[f"flow_mix_{k}"]
-            x = self._mix(x, matrix, k)
-            logdet = logdet + count * self.model.config.n_heads * torch.linalg.slogdet(matrix)[1]
+            x = self._mix(x, self.weights[f"flow_mix_{k}"], k)
+            volume = torch.linalg.slogdet(self._read_mix(k))[1]
+            logdet = logdet + count * self.model.config.n_heads * volume
             for n in range(COUPLINGS * k, COUPLINGS * (k + 1)):
                 kept, log_scale, shift = self._run_coupling(n, x, slots)
                 x = torch.where(kept, x, x * log_scale.exp() + shift)
@@ -146,7 +146,7 @@ class Flow:
             for n in reversed(range(COUPLINGS * k, COUPLINGS * (k + 1))):
                 kept, log_scale, shift = self._run_coupling(n, x, slots)
                 x = torch.where(kept, x, (x - shift) * (-log_scale).exp())
-            x = self._mix(x, torch.linalg.inv(self.weights[f"flow_mix_{k}"]), k)
+            x = self._mix(x, torch.linalg.inv(self._read_mix(k)).to(x.dtype), k)
             scale = self.weights[f"flow_scale_{k}"]
             x = (x - self.weights[f"flow_shift_{k}"]) * (-scale).exp()
         return x.masked_fill(~slots[..., None], 0)
@@ -166,6 +166,11 @@ class Flow:
 
     def _steps_of(self, level: int) -> range:
         return range(level * self.steps, (level + 1) * self.steps)
+
+    def _read_mix(self, step: int) -> Tensor:
+        """Return the matrix of a mix, in float32 at least: torch inverts nothing in bfloat16."""
+        matrix = self.weights[f"flow_mix_{step}"]
+        return matrix.to(torch.promote_types(matrix.dtype, torch.float32))
 
     def _mix(self, x: Tensor, matrix: Tensor, step: int) -> Tensor:
         """Multiply every head of x [B, T, d] by the matrix.

@@ -34,9 +34,9 @@ mean of the passes in the loss, where the code has the sum, so that the length w
 Adaptive stop: the newest translation has the words of the one before it, in any order (the Jaccard
 distance of the two is 0). The authors' code waits for five translations.
 Left out: positional attention ([shape] positional adds it); removing repeated words from the
-translations that are scored. The weights w of the code are .633, .367, .1, .1, by a slip of a
-range. No model is trained with one decoder for all passes, or on the last words without the last
-states. `bench dialects` shows what denoising is worth.
+translations that are scored. Their code has w = .633, .367, .1, .1: a range in it is wrong. No
+model is trained with one decoder for all passes, or on the last words without the last states.
+`bench dialects` shows what denoising is worth.
 """
 
 from collections import Counter

@@ -118,7 +118,7 @@ def solve_blocks(
         text, n = [*prompt, *made], min(block, parallel - len(made))
         if n > 0:
             blocks.append(iterate_block(predict, text, start(n, text)))
-        else:  # autoregressive: of one token no guess is read, and no pass need confirm it
+        else:  # autoregressive: one pass gives one token, and none has to confirm it
             guess = start(1, text)
             blocks.append([guess, predict(text, guess)])
         fresh = blocks[-1][-1]

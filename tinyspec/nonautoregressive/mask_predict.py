@@ -5,9 +5,9 @@ Paper: Ghazvininejad, Levy, Liu, Zettlemoyer, EMNLP 2019, arXiv 1904.09324.
 Idea. A conditional masked language model fills in *any* subset of the target's words, from the
 source and the other words. Decoding takes T passes. The first fills in everything. Before each
 further pass the words with the lowest probabilities are masked, and predicted again together. A
-word that stays keeps the probability that it was *given*, stale on purpose. A LENGTH token before
-the source predicts the target's length; the l likeliest lengths are tried as one batch, and the
-translation with the best mean log-probability wins.
+word that stays keeps the probability from the pass that wrote it. A LENGTH token before the source
+predicts the target's length; the l likeliest lengths are tried as one batch, and the translation
+with the best mean log-probability wins.
 
     n(t) = max(1, floor(N (T - t) / T))        words masked before pass t = 1 .. T - 1, of N
 
@@ -309,6 +309,7 @@ def translate_to_validate(model: Seq2Seq, settings: Any, sources: Tensor) -> lis
         "It fills in masked words, in several passes (`mask_predict`). Its figure is that of four "
         "iterations over two lengths.",
         shape={"lengths": 9},
+        fits=lambda config, settings, source, target: 0 < target < config.lengths,
     ),
     knobs=(
         Knob("iterations", 10, "decoder passes T", low=1, high=1024, small=(2, 1, 4)),

@@ -217,7 +217,8 @@ def nag_bert_loss(
     """Return the loss L of a batch: sources [B, S] and targets [B, T], padded at the end."""
     source, target = batch
     config = model.config
-    labels = append_ends(target, config.pad, config.eos)
+    longest = int((target != config.pad).sum(dim=1).max())  # a piece of a batch may be wider
+    labels = append_ends(target[:, :longest], config.pad, config.eos)
     slots = labels != config.pad
     memory = model.encode(add_masks(model, source), dropout)
     if bool((slots.sum(dim=1) > memory.mask.sum(dim=1)).any()):
@@ -302,6 +303,10 @@ class NagBertRefiner:
 
     def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
         return 0
+
+    def finish_reason(self, canvas: Canvas) -> str:
+        """Return why a translation ended: by its own eos, or because every place has a word."""
+        return "length" if bool(canvas.mask[0].all()) else "eos"
 
 
 # ------------------------------ the card

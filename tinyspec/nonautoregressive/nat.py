@@ -281,7 +281,8 @@ def finetune_loss(
         share (E_f[L_RKL(f) - L_RKL(average f)] + L_RKL(aligner's f)) + (1 - share) nat_loss
 
     The first term trains the fertilities alone, by one sample for each sentence. The second trains
-    the rest by back-propagation.
+    the rest by back-propagation. In the passes of L_RKL the decoder has no dropout: `dropout`
+    reaches the encoder and nat_loss.
     """
     given = AlignedPairs(*batch)
     source = given.source

@@ -1,8 +1,8 @@
 """Rewrite the canvases of a batch of sources together.
 
 There is one encoder pass and, in each iteration, one decoder pass for all candidates of all
-sources. It serves techniques that draw nothing while they rewrite, and that leave alone a candidate
-which is done. Tests show that the result is that of `refine`, source by source. Parallel decoding
+sources. It is for techniques that draw no random numbers in a pass and do not change finished
+candidates. Tests show that the result is that of `refine`, source by source. Parallel decoding
 gains least on a large batch, and the benchmarks measure it with this.
 """
 

@@ -6,7 +6,8 @@ Idea. Many answers are lists of points that do not need each other. So the model
 first prompt asks for the *skeleton*: a numbered list of three to ten points of a few words. Then
 each point gets a prompt of its own, with the question, the whole skeleton and the number of the
 point, and all points are expanded together in one batch. A decoder reads all its weights for every
-pass, so a pass for ten points takes little longer than a pass for one while memory is what limits.
+pass, so while reading them is the bottleneck, a pass for ten points takes little longer than for
+one.
 
     T(plain)    = prefill + N t(1)
     T(skeleton) = prefill + n_s t(1) + prefill' + max over i of n_i t(B)
@@ -208,6 +209,7 @@ def split_words(question: str) -> list[str]:
     return re.findall(r"[a-z']+|0|\?", re.sub(r"\d+", "0", question.lower()))
 
 
+@torch.inference_mode(False)  # it needs gradients, whatever the caller's mode
 def fit_word_router(lists: Sequence[str], others: Sequence[str]) -> Callable[[str], float]:
     """Fit a logistic regression on a bag of words: question -> probability that it wants a list."""
     questions = [*lists, *others]
@@ -227,11 +229,10 @@ def fit_word_router(lists: Sequence[str], others: Sequence[str]) -> Callable[[st
     y = torch.tensor([1.0] * len(lists) + [0.0] * len(others), dtype=torch.float64)
     costs = torch.where(y > 0, 0.3, 0.7)  # of a false no, and of a false yes
     weights = torch.zeros(x.shape[1], dtype=torch.float64)
-    for _ in range(300):  # the loss is convex, and its curvature at most that of the data
-        with torch.enable_grad():
-            w = weights.requires_grad_()
-            loss = F.binary_cross_entropy_with_logits(x @ w, y, costs) + 0.005 * w @ w
-            (slope,) = torch.autograd.grad(loss, w)
+    for _ in range(300):  # the loss is convex, and flat enough for steps of size 1
+        w = weights.requires_grad_()
+        loss = F.binary_cross_entropy_with_logits(x @ w, y, costs) + 0.005 * w @ w
+        (slope,) = torch.autograd.grad(loss, w)
         weights = (w - slope).detach()
     return lambda question: float(torch.sigmoid(mark_words(question) @ weights))
 

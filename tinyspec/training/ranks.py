@@ -6,6 +6,9 @@ torchrun starts the processes and tells each its rank. All of them have the same
 same batches, and take the same steps. Rank 0 decides when to stop, validates, and writes all files;
 the others end with the training. Without torchrun there is one rank, and nothing here does
 anything. It was run on processors alone, not on several GPUs.
+
+Two ranks give the weights of two pieces (`train.pieces`), bit for bit. Techniques whose loss writes
+weights are an exception (`latent_transformer`, `flowseq`): of what the ranks write, rank 0's stays.
 """
 
 import os
@@ -66,7 +69,10 @@ def share_decision(goes_on: bool, seconds: float) -> tuple[bool, float]:
 
 
 def add_gradients(tensors: Sequence[Tensor], loss: Tensor) -> Tensor:
-    """Add the gradients of all ranks, in place, and return the sum of their losses."""
+    """Add the gradients of all ranks, in place, and return the sum of their losses.
+
+    All ranks have the weights of rank 0 afterwards.
+    """
     if count_processes() == 1:
         return loss
     grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in tensors]
@@ -76,4 +82,5 @@ def add_gradients(tensors: Sequence[Tensor], loss: Tensor) -> Tensor:
     for w, part in zip(tensors, parts, strict=True):
         if w.grad is not None or part.any():  # else no rank had a gradient for it
             w.grad = part.view_as(w).clone()
+        dist.broadcast(w.data, src=0)  # a loss may write weights, on each rank from its own part
     return flat[-1]
