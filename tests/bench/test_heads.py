@@ -80,6 +80,10 @@ def test_heads_stand_beside_lookup_and_the_draft(zoo: Zoo, tmp_path: Path) -> No
     assert arms["llma"]["head"] is None and arms["llma"]["minutes"] is None
     assert arms["medusa2"]["head"] == "tuned"
     assert "their own: medusa2 (tuned)" in page.read_text()
+    again = tmp_path / "again.json"
+    asked = ("--methods", "medusa2", "--out", str(again))
+    assert run("bench", "heads", "--model", zoo.big, *QUICK, *asked).exit_code == 0
+    assert json.loads(again.read_text(encoding="utf-8"))["arms"]["medusa2"] == arms["medusa2"]
     assert "| medusa |" in page.read_text() and "<svg" in picture.read_text()
 
 

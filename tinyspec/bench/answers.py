@@ -594,7 +594,7 @@ def list_ratios(result: Result) -> list[tuple[str, float]]:
 def tokens_per_pass(result: Result, arm: str, task: str) -> float:
     """Return the tokens per forward pass of a technique, the median of a group's requests.
 
-    The pass over the prompt is not counted. This is what the speed-up would be if every pass took as
+    The pass over the prompt is not counted. This is what the speed-up would be if a pass took as
     long as a plain step.
     """
     each = dict[str, list[float]]()

@@ -19,7 +19,7 @@ from tinyspec.training.recipe import (
     TranslationRecipe,
     set_recipe_values,
 )
-from tinyspec.training.train import Batch, Batches, Loss, TrainingResult, count_samples, train
+from tinyspec.training.train import Batch, Batches, Loss, TrainingResult, count_batch_rows, train
 
 R = TypeVar("R", Recipe, TranslationRecipe, HeadRecipe)
 
@@ -112,7 +112,7 @@ class RecipeRun(Generic[R]):
         before_step: Callable[[int, float], None] | None = None,
         rates: Mapping[str, float] | None = None,
         *,
-        weigh: Callable[[Batch], Any] = count_samples,
+        weigh: Callable[[Batch], Any] = count_batch_rows,
     ) -> TrainingResult:
         """Train or continue, by the recipe's settings; see `train`.
 

@@ -66,7 +66,7 @@ class TrainingResult:
         return [(entry["tokens"], entry[figure]) for entry in self.log if figure in entry]
 
 
-def count_samples(batch: Batch) -> int:
+def count_batch_rows(batch: Batch) -> int:
     """Return how many samples a batch has."""
     return len(batch[0])
 
@@ -81,7 +81,7 @@ def train(
     validate: Callable[[], Mapping[str, float]] | None = None,
     before_step: Callable[[int, float], None] | None = None,
     rates: Mapping[str, float] | None = None,
-    weigh: Callable[[Batch], Any] = count_samples,
+    weigh: Callable[[Batch], Any] = count_batch_rows,
     console: Console | None = None,
     title: str = "train",
 ) -> TrainingResult:

@@ -95,16 +95,15 @@ def count_heads_of_model(given: HeadsSettings, quiet: bool = False) -> dict[str,
     specs = [*map(ArmSpec.parse, given.methods)] or list_arms_with_heads(model)
     if given.sizes:
         return count_tree_sizes(given, model, specs, quiet)
-    tuned = dict[str, str]() if given.methods else find_tuned_models(model)
-    steps = (len(specs) + len(tuned)) * given.prompts
+    tuned = find_tuned_models(model)
+    specs += [] if given.methods else map(ArmSpec, tuned)
     arms = dict[str, Any]()
-    with show_progress_bar(f"heads of {model.name}", steps, quiet) as tick:
+    with show_progress_bar(f"heads of {model.name}", len(specs) * given.prompts, quiet) as tick:
         for spec in specs:
-            counts = count_method(given, given.model, spec, tick)
-            arms[spec.label] = summarize_counts(counts) | describe_training(model, spec.name)
-        for method, name in tuned.items():
-            counts = count_method(given, name, ArmSpec(method), tick)
-            arms[method] = summarize_counts(counts) | describe_folder(name)
+            name = tuned.get(spec.name)
+            figures = summarize_counts(count_method(given, name or given.model, spec, tick))
+            trained = describe_folder(name) if name else describe_training(model, spec.name)
+            arms[spec.label] = figures | trained
     if given.keep is None:
         return _stamp(given, model, arms)
     earlier, sittings = read_earlier_rows(given.keep, given)

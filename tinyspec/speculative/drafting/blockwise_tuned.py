@@ -22,7 +22,8 @@ write. The page of a tuned model shows its perplexity before and after.
 Tests: tests/speculative/test_blockwise_tuned.py (each of the k losses against its formula, all
 equally likely; the gradient reaches the model; a model that is tuned by a recipe drafts and writes
 its own text).
-Ours: the texts are the target's own, at the recipe's temperature.
+Ours: the texts are the target's own, at the recipe's temperature. The paper gains by tuning. Our 20
+minutes did not: 1.43 tokens per pass, and 1.51 with the frozen model (tutorials/results/heads.md).
 Left out: outputs of a beam search as texts.
 """
 
