@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -10,6 +12,18 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.technique import Card, Request
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+class RowOfOneOp(np.ndarray[Any, Any]):
+    """A row that no Python loop may go through: on a device it would wait at each element."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("a loop over a row")
+
+
+def row_of_one_op(row: Any) -> Any:
+    """Return a row that no Python loop may go through."""
+    return np.asarray(row).view(RowOfOneOp)
 
 
 def make_decoder(

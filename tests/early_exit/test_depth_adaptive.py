@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,11 @@ from tests.lm.small import model as network
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import UNCHANGED, SamplingParams
+from tinyspec.early_exit import depth_adaptive
 from tinyspec.early_exit.depth_adaptive import (
     LEAD,
     DepthAdaptiveSettings,
+    GreatestProbabilityRule,
     KnownTokens,
     choose_best_exits,
     geometric_log_probs,
@@ -37,6 +40,7 @@ from tinyspec.early_exit.depth_adaptive import (
     translator_predictors_batch_loss,
     translator_weights,
 )
+from tinyspec.early_exit.exits import ExitPoint
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.models import add_random_head
 from tinyspec.laws.traps import Trap
@@ -168,6 +172,34 @@ def test_a_text_has_one_exit_however_its_prompt_was_read() -> None:
     assert found == {(1,), (2,)}
 
 
+def test_a_text_that_is_cut_in_its_prompt_chooses_its_exit_again() -> None:
+    """The exit is that of the shorter prompt: what was cut off does not count."""
+    weight = torch.zeros(L, D)
+    weight[1, 0], weight[0, 0] = 50.0, -50.0
+    model, exits = with_predictors(sequence_weight=weight), set[int]()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        prompt = torch.randint(12, (8,), generator=generator).tolist()
+        cut, fresh = (make_decoder(model, predictor="sequence") for _ in range(2))
+        cut.extend(prompt)
+        cut.step(Seeded(0))
+        cut.rewind(3)
+        fresh.extend(prompt[:3])
+        layers = [decoder.step(Seeded(0)).scores.layers[0] for decoder in (cut, fresh)]
+        assert layers[0] == layers[1]
+        exits.add(layers[1])
+    assert exits == {1, 2}
+
+
+def test_the_greatest_probability_is_found_without_a_loop_over_the_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(depth_adaptive, "UNCHANGED", SimpleNamespace(probs=decoders.row_of_one_op))
+    rule = GreatestProbabilityRule([0.6, 0.4])
+    row = [0.25, 0.5, 0.25]
+    assert [rule.should_exit(ExitPoint(n, 0, row, ())) for n in (1, 2)] == [False, True]
+
+
 def test_by_default_a_token_leaves_where_a_stop_is_likelier_than_not() -> None:
     """The geometric predictor, whose threshold is one half."""
     for bias, expected in ((0.01, 1), (-0.01, L)):
@@ -253,6 +285,19 @@ def test_a_text_without_an_answer_does_not_count() -> None:
     both = TrainingBatch(*parts, *[torch.empty(0)] * 3)
     expected = float(predictor_loss(weights, target, batch))
     assert float(predictor_loss(weights, target, both)) == pytest.approx(expected)
+
+
+def test_the_question_of_a_chat_is_source_also_if_the_target_wrote_it() -> None:
+    """Text 0 has a question, a forced closing, and an answer from token 6 on."""
+    model, _, batch = traps.training_case(1)
+    batch = batch._replace(is_answer=torch.zeros_like(batch.is_answer))
+    batch.is_answer[0, 1:3], batch.is_answer[0, 5:] = True, True
+    batch.is_answer[1, 2:] = True
+    target = freeze_target(model)._replace(settings=DepthAdaptiveSettings())
+    found = read_batch(target, batch).source
+    states = model.torch_blocks().hidden_states(batch.ids[:, :-1], (model.config.n_layers,))
+    for row, length in ((0, 5), (1, 2)):
+        assert torch.allclose(found[row], states[row, 0, :length].mean(0))
 
 
 def test_figures_count_layers_and_agreement() -> None:

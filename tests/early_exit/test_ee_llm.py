@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
+from tinyspec.early_exit import ee_llm
 from tinyspec.early_exit.ee_llm import (
     ProbableRule,
     count_pipeline_steps,
@@ -28,7 +30,7 @@ from tinyspec.early_exit.ee_llm import (
     split_layers,
     stage_gradients,
 )
-from tinyspec.early_exit.exits import ExitTarget
+from tinyspec.early_exit.exits import ExitPoint, ExitTarget
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.checking.generators import EnumeratedGenerator
 from tinyspec.laws.exact.models import small_network
@@ -161,6 +163,34 @@ def test_a_token_that_is_scored_again_leaves_where_it_left() -> None:
     assert list(target.score(TokenTree()).layers) == [L]
 
 
+def test_a_rewound_text_knows_who_waited() -> None:
+    """Of two tokens that leave, one waits, at each place: also if a full pass has run it since."""
+    for cap, expected in ((1, [1, L] * 4), (2, [1, 1, L] * 3)):
+        for forced in range(3):
+            decoder = make_decoder(M, tokens=None, exits="1", threshold=0.0, cap=cap)
+            decoder.extend(PROMPT)
+            run = [decoder.step(Seeded(0)).scores.layers[0] for _ in range(len(expected))]
+            assert run == expected
+            if forced:  # it begins a new list; a rewind before it goes back to the old one
+                decoder.extend(PROMPT[:forced])
+                assert decoder.step(Seeded(0)).scores.layers[0] == 1
+            for back in (1, 2, 3, 5):
+                decoder.rewind(len(PROMPT) + len(expected) - back)
+                again = [decoder.step(Seeded(0)).scores.layers[0] for _ in range(back)]
+                assert again == expected[-back:]
+
+
+def test_the_greatest_probability_is_found_without_a_loop_over_the_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ee_llm, "UNCHANGED", SimpleNamespace(probs=decoders.row_of_one_op))
+    row = [0.25, 0.5, 0.25]
+    for threshold, leaves in ((0.6, False), (0.5, True)):
+        rule = ProbableRule((1,), threshold)
+        assert rule.layers_of(0, 3) == (1,)
+        assert rule.should_exit(ExitPoint(1, 0, row, ())) is leaves
+
+
 def test_a_list_that_is_run_again_costs_more_than_states_that_wait() -> None:
     """The same exits and the same tokens: layers of all rows, and layers in a row."""
     work, texts = {}, []
@@ -263,6 +293,20 @@ def test_microbatches_in_any_order_have_the_gradients_of_the_batch() -> None:
         for name, expected in whole.items():
             mean = torch.stack([part[name] for part in parts]).mean(dim=0)
             torch.testing.assert_close(mean, expected, atol=1e-12, rtol=0)
+
+
+def test_stages_without_an_exit_of_their_own_pass_gradients_on() -> None:
+    """Also the last one, which no gradient enters; and more stages than layers are as many."""
+    model = small_network(3, vocabulary=5, layers=4)
+    ids = torch.randint(5, (2, 6), generator=torch.Generator().manual_seed(0))
+    for weights in ((0.5, 0.0, 0.0, 0.0), (0.0, 0.5, 0.25, 0.0), (0.25, 0.5, 0.0, 1.0)):
+        whole, *others = (
+            stage_gradients(model.config, model.weights, ids[:, :-1], ids[:, 1:], weights, stages)
+            for stages in (1, 2, 4, 5)
+        )
+        for found in others:
+            for name, expected in whole.items():
+                torch.testing.assert_close(found[name], expected, atol=1e-12, rtol=0)
 
 
 def test_the_layers_are_shared_out() -> None:

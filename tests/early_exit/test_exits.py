@@ -184,6 +184,30 @@ def test_text_given_from_outside_fills_what_left_early_first() -> None:
     assert (len(target), target.start, target.unfilled) == (0, 0, [])
 
 
+class Reading(At):
+    """It notes of which positions it reads states, and those states."""
+
+    text_layers = (L,)
+
+    def read_text(self, states: Any, first: int) -> None:
+        self.read = {**getattr(self, "read", {}), **dict(enumerate(states[0], first))}
+
+
+def test_states_of_generated_tokens_are_not_read_as_given_text() -> None:
+    """Places 6 and 7 are generated. The newest token has no state yet: it has not been run."""
+    rule = Reading()
+    target, _ = begun(rule)
+    run(target, [7, 8])
+    assert list(rule.read) == [0, 1, 2, 3, 4]
+    target.extend([9, 2])
+    assert list(rule.read) == [0, 1, 2, 3, 4, 8]
+    target.extend([6])
+    assert list(rule.read) == [0, 1, 2, 3, 4, 8, 9]
+    whole = M.session().extend([*PROMPT, 7, 8, 9, 2, 6], (L,)).hidden[0]
+    for at, state in rule.read.items():
+        torch.testing.assert_close(state, whole[at], atol=1e-10, rtol=0)
+
+
 def test_a_hole_in_the_cache_is_an_error_and_never_silence() -> None:
     target, _ = begun(At(1))
     run(target, [7])
@@ -289,6 +313,15 @@ class Comparing(At):
 
     def learn_from_pairs(self, pairs: Any) -> None:
         self.pairs.append(list(pairs))
+
+
+def test_rows_of_tokens_that_wait_are_kept_only_to_be_compared() -> None:
+    """A row has as many numbers as the vocabulary has tokens."""
+    for rule, kept in ((At(1, 1, 1, reads_logits=True), 0), (Comparing(1, 1, 1), 3)):
+        target, _ = begun(rule, "postpone")
+        run(target, [7, 8, 9])
+        assert len(target.unfilled) == 3
+        assert list(target.points) == target.unfilled[:kept]
 
 
 @pytest.mark.parametrize("m", [M, TableModel(3, vocabulary=10)], ids=["transformer", "table"])

@@ -320,6 +320,16 @@ def test_a_damaged_table_is_an_error_of_one_line(table: list[int]) -> None:
         make_decoder(with_table(network(LLAMA), table))
 
 
+def test_exits_beside_a_models_own_table_are_refused() -> None:
+    """They would change nothing. Without a table they are dealt."""
+    tuned = with_table(network(LLAMA), [1] * 13)
+    with pytest.raises(TinyspecError, match=r"^exits is for hash dealt: "):
+        make_decoder(tuned, exits="2")
+    for model, knobs in ((tuned, {"hash": "dealt"}), (network(LLAMA), {})):
+        target: Any = make_decoder(model, exits="2", **knobs).target
+        assert target.rule.layers == (2,)
+
+
 def test_exits_of_the_tuning_are_dealt_too() -> None:
     """Empty: those that the model was tuned for, else the paper's."""
     tuned = with_table(network(LLAMA), [1] * 13, exits="2")

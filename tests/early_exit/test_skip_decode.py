@@ -316,6 +316,30 @@ def test_the_loss_is_the_cross_entropy_of_what_the_decoder_would_compute(keep_to
     assert float(skip_loss(tuning, nothing, torch.Generator())) == 0.0
 
 
+def test_new_tokens_of_a_chat_are_counted_from_its_answer() -> None:
+    """Text 0 has a question that the model wrote, a forced closing, and an answer from token 6 on.
+
+    The question is part of the prompt when the model is used: it runs e_max layers.
+    """
+    model = small_network(3, vocabulary=6, layers=4)
+    settings = SkipDecodeSettings(speedup=1.6, warmup=1, horizon=3)
+    ids = torch.randint(6, (2, 10), generator=torch.Generator().manual_seed(0))
+    is_answer = torch.zeros(2, 10, dtype=torch.bool)
+    is_answer[0, 1:3], is_answer[0, 5:], is_answer[1, 4:] = True, True, True
+    batch = TrainingBatch(ids, is_answer, *[torch.empty(0)] * 3)
+    got = skip_loss(
+        Tuning(model.torch_blocks(), model, settings, {}, 0.0), batch, torch.Generator()
+    )
+    schedule, losses = plan_depths(1.6, 4, 1, 3), []
+    for row, first in ((0, 5), (1, 4)):
+        text, steps = ids[row, :-1], torch.arange(9)[None] - first
+        runs = ~schedule.mask_skipped(steps)[:, 0].numpy()
+        logits = torch.tensor(run_dense(model, text.tolist(), runs=runs).logits)
+        own = is_answer[row, :-1]
+        losses += F.cross_entropy(logits[own], ids[row, 1:][own], reduction="none").tolist()
+    assert float(got) == pytest.approx(sum(losses) / len(losses), abs=1e-9)
+
+
 def test_a_tuned_model_knows_its_horizon() -> None:
     plain = network(LLAMA)
     extra = {TUNED: {"method": "skip_decode", "settings": {"horizon": 2}}}

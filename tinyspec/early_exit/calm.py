@@ -35,7 +35,7 @@ a fixed exit: those have rows in tutorials/results/exits.md.
 Tests: tests/early_exit/test_calm.py (`run_until_confident` against the code that runs, layer by
 layer; both ends; the classifier) and laws/exit_laws.py (the exact joint distribution at thresholds
 that bite).
-Left out: T5's encoder, which the paper runs in full: here the prompt runs in full; the classifier
+Left out: T5's encoder, which the paper runs in full, as the prompt runs here; the classifier
 trained by a geometric-like loss, an ablation of the paper. The default threshold, 0.9, is ours: the
 paper calibrates one for each task and tolerance, as `tinyspec calibrate` does. Ours: all layers
 have the same weight in the classifier's loss. In the authors' code it is 2 p (1 - p), with p the

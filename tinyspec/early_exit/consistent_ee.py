@@ -19,7 +19,7 @@ about it; L if the last one is wrong. It is low for easy tokens. Depth costs the
     R = log p_l(right token) - alpha (1 - ml / L) l        if the token leaves after l layers
 
 The ablation `hardness = false` of section [head] asks the same price of all tokens: alpha l. So
-alpha must be smaller for like depths. With 0.04 in place of 0.1, the best lead over fixed exits of
+similar depths need a smaller alpha. With 0.04 in place of 0.1, the best lead over fixed exits of
 equal work is smaller, but the intervals overlap, and at equal work the perplexity hardly differs
 (tutorials/results/exits-consistent-flat.md): no gain was shown.
 

@@ -12,7 +12,7 @@ up: each skipped layer makes its own keys and values from it. There are four pre
                  q_t(n) = x_t^n prod over m < n of (1 - x_t^m)    the last layer takes the rest
     confidence   the greatest probability after n layers          nothing is trained
 
-The first two take the likeliest n. The others leave at the first n whose number is above a
+The first two take the likeliest n. The others leave at the first n whose value is above a
 threshold: 0.5 for x_t^n, and a tuned one, perhaps one for each exit, for the confidence.
 
 Training. The predictors learn from an *oracle*, the exit that scores best once each layer has its
@@ -38,7 +38,7 @@ token; the oracles; predictors trained on made-up states, against random exits o
 and laws/exit_laws.py (the exact joint distribution of all four).
 Left out: exits and predictors that are trained together (the paper's), where the model is frozen
 here; "mixed" training, which samples exits; one output matrix for each exit; random exits on a real
-model: the training prints layers and agreement of each predictor and of the oracle alone.
+model: the training prints layers and agreement only of the predictors and oracle.
 Ours: the smoothed score is divided by the sum of k, so that one lambda serves all predictors and
 texts of any length (the paper sums); the three predictors are trained at once, since none changes
 another; without an encoder, s is the mean last state of the prompt, its last token left out. The
@@ -57,7 +57,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.decoding.decode import BaseDrafter, Decoder
-from tinyspec.decoding.sampling import UNCHANGED
+from tinyspec.decoding.sampling import UNCHANGED, top_k_tokens
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.early_exit.exits import (
     ExitPoint,
@@ -134,16 +134,22 @@ class SequenceRule(ExitRule):
         self.weight, self.bias = weights["sequence.weight"], weights["sequence.bias"]
         self.layers, self.text_layers = range(1, depth), (depth,)
         self.read = dict[int, Any]()  # states of the given text, by position
+        self.of_encoder: Any = None  # those of an encoder, if the model has one
 
     def read_text(self, states: Tensor, first: int) -> None:
         self.read.update(enumerate(as_doubles(states[0]), first))
 
     def forget_text(self, length: int) -> None:
         self.read = {at: state for at, state in self.read.items() if at < length}
+        self._choose_exit()
 
     def begin(self, session: Any) -> None:
-        of_encoder = getattr(session.model, "source_states", None)
-        states = [*self.read.values()] if of_encoder is None else as_doubles(of_encoder)
+        self.of_encoder = getattr(session.model, "source_states", None)
+        self._choose_exit()
+
+    def _choose_exit(self) -> None:
+        """Choose the exit by the mean state of the source as it is now."""
+        states = [*self.read.values()] if self.of_encoder is None else as_doubles(self.of_encoder)
         source = np.mean(states, axis=0) if len(states) else 0 * self.weight[0]
         self.exit = 1 + int(np.argmax(self.weight @ source + self.bias))
 
@@ -196,7 +202,8 @@ class GreatestProbabilityRule(ExitRule):
         self.thresholds, self.layers = thresholds, range(1, len(thresholds) + 1)
 
     def should_exit(self, at: ExitPoint) -> bool:
-        return bool(max(UNCHANGED.probs(at.logits)) > self.thresholds[at.layer - 1])
+        row = UNCHANGED.probs(at.logits)
+        return bool(row[top_k_tokens(row, 1)[0]] > self.thresholds[at.layer - 1])
 
 
 def load_predictors(model: Any) -> dict[str, Any]:
@@ -401,10 +408,16 @@ def initialize_predictors(
 
 
 def read_batch(target: FrozenTarget, batch: TrainingBatch) -> KnownTokens:
-    """Return the tokens that the target wrote. Its source is the prompt but for the last token."""
+    """Return the tokens that the target wrote.
+
+    Its source is all text before the answer but for the last token. A chat's question is source,
+    also if the target wrote it.
+    """
     blocks, known = target.blocks, batch.is_answer[:, :-1]
     assert blocks is not None
-    is_source = known.cumsum(1) == 0  # its last token is the first whose next one is known
+    begins = known & ~F.pad(known, (1, 0))[:, :-1]  # the next token is the first of its kind
+    places = torch.arange(known.shape[1], device=known.device)
+    is_source = places < (places * begins).amax(dim=1, keepdim=True)
     with torch.no_grad():
         states = list(blocks.layer_states(batch.ids[:, :-1]))
         source = average_states(blocks.apply_final_norm(states[-1]), is_source)

@@ -58,7 +58,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.decoding.decode import BaseDrafter, Decoder
-from tinyspec.decoding.sampling import UNCHANGED
+from tinyspec.decoding.sampling import UNCHANGED, top_k_tokens
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.early_exit.exits import ExitPoint, ExitRule, ExitTarget, parse_layers
 from tinyspec.lm.blocks import Blocks
@@ -102,21 +102,35 @@ def decode_with_list(
 class ProbableRule(ExitRule):
     """Let a token leave where its greatest probability reaches the threshold.
 
-    cap       tokens that may wait; the one after them runs all layers
-    n_waiting tells how many wait
+    cap  tokens that may wait; the one after them runs all layers
     """
 
     reads_logits = True
 
     def __init__(self, layers: Sequence[int], threshold: float, cap: float = math.inf):
         self.layers, self.threshold, self.cap = layers, threshold, cap
-        self.n_waiting: Callable[[int], int] = lambda position: 0
+        self.waiting = dict[int, int]()  # how many wait after the token at each position
+
+    def n_waiting(self, position: int) -> int:
+        """Return how many tokens before this position wait. A rewind does not change it."""
+        return next((n for at, n in reversed(self.waiting.items()) if at < position), 0)
+
+    def forget_text(self, length: int) -> None:
+        self.waiting = {at: n for at, n in self.waiting.items() if at < length}
+
+    def begin(self, session: Any) -> None:
+        self.waiting[len(session) - 2] = 0  # forced text is run with those that waited
 
     def layers_of(self, token: int, position: int) -> Sequence[int]:
+        self.newest, self.waiting[position] = position, 0
         return self.layers if self.n_waiting(position) < self.cap else ()
 
     def should_exit(self, at: ExitPoint) -> bool:
-        return bool(max(UNCHANGED.probs(at.logits)) >= self.threshold)
+        row = UNCHANGED.probs(at.logits)
+        leaves = bool(row[top_k_tokens(row, 1)[0]] >= self.threshold)
+        if leaves:
+            self.waiting[self.newest] = self.n_waiting(self.newest) + 1
+        return leaves
 
 
 def parse_exits(text: str, depth: int, name: str = "the model") -> tuple[int, ...]:
@@ -200,8 +214,10 @@ def stage_gradients(
     exit_weights  w_l of the exit after each layer
 
     Each stage has copies of its weights, and of the embedding, norm and head that stages share. The
-    rows of an exit exist only while its own stage is backpropagated.
+    rows of an exit exist only while its own stage is backpropagated. There are at most as many
+    stages as layers.
     """
+    stages = min(stages, config.n_layers)
     layers_of = split_layers(config.n_layers, stages)
     copies = [
         {
@@ -221,7 +237,7 @@ def stage_gradients(
     received[0].retain_grad()
     gradient: Tensor | None = None
     for stage in reversed(range(stages)):  # backward: only gradients cross to the stage before
-        loss = torch.zeros((), dtype=x.dtype, device=x.device)
+        loss = states[stage][-1].sum() * 0  # a stage may have no exit of its own
         for layer, state in zip(layers_of[stage], states[stage], strict=True):
             if exit_weights[layer]:
                 rows = blocks[stage].compute_logits(state).flatten(0, 1)
@@ -282,5 +298,4 @@ def ee_llm(request: Request, *, threshold: float, exits: str, inference: str, ca
     # The paper's recomputation is our `restart`: waiting tokens run again from layer 1. A pipeline
     # gives the text of our `recompute`, which runs the layers above at once.
     target = ExitTarget(session, rule, "restart" if recomputes else "recompute")
-    rule.n_waiting = lambda newest: sum(position < newest for position in target.unfilled)
     return replace(request, target=target).decoder(BaseDrafter(), verify_tree)

@@ -26,8 +26,8 @@ Pitfall: a control that takes the mean of the beta distribution explores nothing
 tokens after a rejected one as rejected underrates the draft. One that looks at the token just drawn
 and takes it back breaks the joint distribution. (To sample the layer of the exit, not the length,
 is another method.)
-State: a and b outlive a request (`persistent`), one pair per model and set of knobs, while the
-model lives. In a batch each request has its own: no text may depend on other requests.
+State: a and b outlive a request (`persistent`), one pair per set of knobs, the last 8 of a model,
+while it lives. In a batch each request has its own: no text may depend on other requests.
 Ablation: control = fixed. In a test with simulated rounds Thompson sampling is within 3 % of the
 best length at three acceptance rates, and a fixed length of 8 has less than 0.6 of its speed at the
 lowest one. On a trained model the two were not compared. In another test drafts of an untrained

@@ -14,8 +14,8 @@ There are four remedies:
 except its last token, from whose row the first new token is drawn; a rule may let the prompt's
 tokens leave too. The last token of a text is never filled, because no token attends to it.
 
-A technique says by its rule where tokens may leave; early_exit/calm.py has CALM's. What several of
-them are trained on is how right each exit is: `read_exits`.
+A technique says by its rule where tokens may leave; early_exit/calm.py has CALM's. Two are trained
+on how right each exit is: `read_exits`.
 """
 
 import math
@@ -152,7 +152,7 @@ class ExitTarget:
 
     `Scores.layers` says after how many layers each row was read. A rule that may stop decodes one
     token at a time and takes no drafts, since the exits of a draft would depend on what is drafted
-    beside it. Under the rule that never stops this is the session itself.
+    beside it. With the rule that never stops, it acts as the session.
     """
 
     def __init__(self, session: Any, rule: ExitRule, fill: str = "copy"):
@@ -160,7 +160,7 @@ class ExitTarget:
         self.start = 0  # where the new tokens begin
         self.unfilled: list[int] = []  # positions that left early and lack keys and values
         self.is_filled_at_once = fill in ("copy", "recompute")
-        self.points: dict[int, ExitPoint] = {}  # where each of them was asked last
+        self.points: dict[int, ExitPoint] = {}  # where each was asked last, if the rule compares
         depth = session.model.config.n_layers
         for layer in rule.layers:
             if not 1 <= layer <= depth:
@@ -193,10 +193,10 @@ class ExitTarget:
         if self.rule.prompt:
             self._run_prompt(tokens)
             tokens = ()
-        n = len(hidden_layers)
+        n, is_new = len(hidden_layers), len(self.session) > self.start
         scores: Scores = self.session.extend(tokens, (*hidden_layers, *self.rule.text_layers))
         if self.rule.text_layers:
-            read = scores.hidden[n:]
+            read = scores.hidden[n:, int(is_new) :]  # the first row may be of a generated token
             self.rule.read_text(read, len(self.session) - 1 - read.shape[1])
             scores = scores._replace(hidden=scores.hidden[:n])
         self.start = len(self.session)
@@ -237,7 +237,8 @@ class ExitTarget:
                     *(position for position in self.unfilled if position < newest),
                     newest,
                 ]
-                self.points[newest] = points[-1]
+                if self.rule.compares:
+                    self.points[newest] = points[-1]
                 scores: Scores = self.session.run_to_layer(
                     tree, layer, hidden_layers=hidden_layers, head=True
                 )
@@ -279,7 +280,7 @@ class ExitTarget:
     def _keep_unfilled(self, kept: Sequence[int]) -> None:
         """Keep these positions as unfilled. The others are filled by now, or were cut off."""
         self.unfilled = list(kept)
-        self.points = {at: self.points[at] for at in self.unfilled}
+        self.points = {at: self.points[at] for at in self.unfilled if at in self.points}
 
     def _run_prompt(self, tokens: Sequence[int]) -> None:
         """Commit forced tokens, and run each but the last through as many layers as the rule says.

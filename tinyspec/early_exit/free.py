@@ -14,8 +14,8 @@ confidence can be trusted (*adaptive threshold*).
     match    = [argmax after L_S layers = argmax after all layers]
 
 The confidences of the matches, and of the others, are fitted by a beta distribution each, from
-their mean m and variance s^2. The next text has the least theta of a grid from which on a match is
-more probable than zeta at every value c of the grid:
+their mean m and variance s^2. In the next text, theta is the least grid value such that at each
+grid value c >= theta a match is likelier than zeta:
 
     a = m (m (1 - m) / s^2 - 1),    b = a (1 - m) / m
     Beta(c; a, b of the matches) / (Beta(c; matches) + Beta(c; others)) > zeta
@@ -38,9 +38,9 @@ the final norm: later states have larger norms, the first layers imitate them, t
 again, and the loss diverges. FREE runs as many layers as the full model, but in fewer passes: it
 saves the reading of weights. The estimator costs a product with the output matrix for each waiting
 token.
-State: the pairs outlive a request (`persistent`), one list per model and set of knobs, while the
-model lives. So the text of a seed depends on earlier requests; with `adaptive` off it does not. In
-a batch no text may depend on other requests, so the threshold stays as it is given.
+State: the pairs outlive a request (`persistent`), one list per set of knobs, the last 8 of a model,
+while it lives. So the text of a seed depends on earlier requests; with `adaptive` off it does not.
+In a batch no text may depend on other requests, so the threshold stays as it is given.
 Ablation: `adaptive` off. On made-up confidences the estimator moves a threshold that is too low or
 too high to where both depths agree, and without it the threshold stays (a test).
 Tests: tests/early_exit/test_free.py (`decode_in_two_depths` against the code that runs; the cache;

@@ -3,10 +3,10 @@
 Paper: Sun, Liu, Zhu, Geng, Wu, He, Ni, Xie, Huang, Qiu, Findings of ACL 2022, arXiv 2203.01670. The
 hash functions were read in the authors' code.
 
-Idea. How difficult a token is can hardly be learned. It suffices that a token leaves at the same
-layer in training and in use. So a hash function of the token's id decides. There is no classifier
-and no threshold, and the cost of a text is known before it runs. A token that has left keeps its
-state, and the layers above make its keys and values from that state.
+Idea. A token's difficulty can hardly be learned. It suffices that a token leaves at the same layer
+in training and in use. So a hash function of the token's id decides. There is no classifier and no
+threshold, and the cost of a text is known before it runs. A token that has left keeps its state,
+and the layers above make its keys and values from that state.
 
     x_t = layer_l(x_t; keys and values of all tokens)   if l <= h(token t), else x_t stays
     cost of a text = sum over t of h(token t)           layers, beside the keys of tokens that left
@@ -43,7 +43,7 @@ random one and 4.56 with the control, at the same mean depth. Ours: the paper's 
 text; here the id of the newest token decides after how many layers the next one is read. Counts are
 of all texts, also of those that the training holds out, as in the authors' code. There `random`
 draws a bucket for each id of the vocabulary, seen or not, and the control draws evenly; here unseen
-ids run all layers, and the control draws as often as the table has each layer. A model without a
+ids run all layers, and the control draws a layer as often as the table has it. A model without a
 table has its exits dealt to the ids in turn.
 """
 
@@ -300,6 +300,8 @@ def hash_ee(request: Request, *, hash: str, exits: str) -> Decoder:
     table = list(islice(cycle(layers), config.vocab_size))
     own: Tensor | None = getattr(model, "extras", {}).get(f"hash_ee/{TABLE}")
     if hash == "own" and own is not None:
+        if exits.strip():
+            raise TinyspecError("exits is for hash dealt: the model's own table has its layers")
         table = own.tolist()
         if own.shape != (config.vocab_size,) or not set(table) <= {*range(1, config.n_layers + 1)}:
             raise TinyspecError(

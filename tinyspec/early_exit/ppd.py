@@ -26,10 +26,10 @@ says 1.15 times as fast at layer 8 of 12 and k = 1, but in wall time no gain is 
 (tutorials/results/ppd.md).
 Tests: tests/early_exit/test_ppd.py (`decode_pipelined` against the code that runs: text, steps and
 evaluations on every outcome; both formulas round by round; guesses against the cut-off model).
-Left out: a head of its own for layer dbar, which the paper may train; a checkpoint trained with
-losses at its exits says more there with the shared head. The paper gives no default for dbar: two
-thirds are ours. All branches are rows of one pass; `threads` runs that pass beside the main process
-in a thread of its own, and `tinyspec bench ppd` measures it.
+Left out: a head of its own for layer dbar, which the paper may train; with the shared head, a
+checkpoint with trained exits guesses better there. The paper gives no default for dbar: two thirds
+are ours. All branches are rows of one pass; `threads` runs that pass beside the main process in a
+thread of its own, and `tinyspec bench ppd` measures it.
 """
 
 from collections.abc import Callable, Sequence

@@ -264,7 +264,8 @@ class SkipDecodeSettings:
 def skip_loss(tuning: Tuning, batch: TrainingBatch, generator: torch.Generator) -> Tensor:
     """Return the cross-entropy of what the model wrote, each token through its own layers.
 
-    New token 0 of a text is the first that the model wrote.
+    New token 0 of a text is the first of the answer, or the first of it that the context holds. A
+    question that the model wrote before it is part of the prompt.
     """
     own, blocks = tuning.settings, tuning.blocks
     depth = blocks.config.n_layers
@@ -273,7 +274,8 @@ def skip_loss(tuning: Tuning, batch: TrainingBatch, generator: torch.Generator) 
     if not is_answer.any():
         return blocks.embed.sum() * 0
     places = torch.arange(ids.shape[1] - 1, device=ids.device)
-    steps = places - is_answer.int().argmax(dim=1, keepdim=True)  # [B, T - 1]
+    begins = is_answer & ~F.pad(is_answer, (1, 0))[:, :-1]
+    steps = places - (places * begins).amax(dim=1, keepdim=True)  # [B, T - 1]
     *_, states = blocks.layer_states(ids[:, :-1], skipped=schedule.mask_skipped(steps))
     return F.cross_entropy(blocks.compute_logits(states[is_answer]), ids[:, 1:][is_answer])
 

@@ -81,7 +81,7 @@ class ExitLosses:
         if not self.changes_training:
             return (
                 "Only its last layer was trained to predict; "
-                "the other exits checkpoints are compared with it."
+                "models with trained exits are compared with it."
             )
         losses = "early exits were trained too, their losses weighted "
         kind = {

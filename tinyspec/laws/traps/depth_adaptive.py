@@ -185,7 +185,7 @@ TOYS = [
         "a text's exit that knows nothing of its source",
         "self.weight @ source",
         "self.weight @ (0 * source)",
-        SequenceRule.begin,
+        SequenceRule._choose_exit,
         law=AS_PREDICTED,
     ),
     _depth(
