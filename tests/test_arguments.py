@@ -122,12 +122,21 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"chat": "yes"}, "chat is 'yes': it must be True or False"),
     ({"references": [5], "method": "llma"}, r"references\[0\] is 5"),
+    (
+        {"references": [[5], [6, 2**40]], "method": "llma"},
+        r"references\[1\]\[1\] is 1099511627776: it must be a token id, from 0 to 2147483647",
+    ),
+    ({"references": [[-1]], "method": "llma"}, r"references\[0\]\[0\] is -1"),
     ({"method": None}, "method is None: it must be the name of a technique"),
     (
         {"draft": 5, "method": "speculative_decoding"},
         "draft is 5: it must be a loaded model, a name, a path",
     ),
     ({"draft": ["x", 5], "method": "speculative_decoding"}, "draft is 5"),
+    (
+        {"draft": [], "method": "speculative_decoding"},
+        "draft is an empty list: name a model, or leave draft out",
+    ),
     ({"gamma": True, "method": "speculative_decoding"}, "gamma is True: it must be a number"),
     ({"temprature": 0.8}, "there is no argument 'temprature': did you mean 'temperature'"),
 ]

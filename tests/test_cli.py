@@ -1,5 +1,6 @@
 """The command line: help without torch, errors in one line with code 2, plain output in a pipe."""
 
+import errno
 import json
 import os
 import shutil
@@ -230,6 +231,17 @@ def test_errors_from_below_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None
         assert says in failed(run("generate", "a"))
 
 
+def test_a_full_disk_under_the_output_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tinyspec import models
+
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(models, "list_known", fail)
+    said = failed(run("models", "list"))
+    assert said == "tinyspec: the output cannot be written: No space left on device"
+
+
 def test_interruption_keeps_the_text_and_exits_130(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,6 +368,16 @@ def test_chat_keeps_a_conversation(zoo: Zoo) -> None:
     assert "/reset forgets it" in result.stderr
     assert "never" not in result.output
     assert run(*call, stdin="the cat\n").exit_code == 0  # the end of the input is a way out
+
+
+def test_a_message_that_is_no_text_does_not_end_the_conversation(zoo: Zoo) -> None:
+    call = ["chat", "--model", zoo.big, "-n", "4"]
+    result = CliRunner().invoke(main, call, input=b"the \xff cat\nthe dog\n/stats\n")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.startswith("(this text is no valid Unicode: save it as UTF-8")
+    assert "4 tokens in" in result.stderr
+    alone = run(*call, stdin="the dog\n")
+    assert result.stdout == alone.stdout
 
 
 def test_chat_needs_a_template(zoo: Zoo) -> None:

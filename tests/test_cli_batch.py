@@ -47,6 +47,28 @@ def test_a_line_gets_the_text_that_it_gets_alone(
         ]
 
 
+def test_ctrl_c_keeps_the_finished_batches_as_the_help_says(
+    zoo: Zoo, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tinyspec import generation
+
+    own, calls = generation.generate, [0]
+
+    def interrupt(*given: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise KeyboardInterrupt
+        return own(*given, **options)
+
+    monkeypatch.setattr(command, "ROWS", 2)
+    monkeypatch.setattr(generation, "generate", interrupt)
+    result = run("generate", "--model", zoo.big, "-n", "3", "--json", "--prompts", str(prompts))
+    assert result.exit_code == 130
+    assert [row["line"] for row in rows(result.stdout)] == [1, 3]
+    told = " ".join(run("generate", "--help").output.split())
+    assert "of --prompts the finished batches, and exits with 130" in told
+
+
 def test_a_file_of_json_lines_is_the_same_batch(zoo: Zoo, prompts: Path, tmp_path: Path) -> None:
     other = tmp_path / "prompts.jsonl"
     lines = [json.dumps({"prompt": prompt, "id": number}) for number, prompt in enumerate(PROMPTS)]

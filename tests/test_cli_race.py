@@ -10,7 +10,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from tests.zoo import Zoo, failed, run, tiny_zoo
+from tests.zoo import Zoo, failed, full_disk, run, tiny_zoo
 from tinyspec.cli.race import EDIT, STORY
 
 STORYTELLER = Path(__file__).parent.parent / "models" / "storyteller" / "model.safetensors"
@@ -198,6 +198,15 @@ def test_speed_is_of_real_time(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_picture_without_a_folder_is_an_error_before_the_race(zoo: Zoo, tmp_path: Path) -> None:
     nowhere = tmp_path / "none" / "race.svg"
     assert "none" in failed(run("race", "--model", zoo.big, "-p", "the cat", "--svg", str(nowhere)))
+
+
+def test_a_full_disk_leaves_the_old_picture(zoo: Zoo, tmp_path: Path) -> None:
+    (tmp_path / "race.svg").write_text("mine")
+    call = ["race", "--model", zoo.big, "-n", "4", "-p", "the cat", "-r", "1"]
+    with full_disk():
+        said = failed(run(*call, "--svg", str(tmp_path / "race.svg")))
+    assert "race.svg: File too large" in said
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
 @pytest.mark.skipif(not STORYTELLER.exists(), reason="models/storyteller is not trained yet")

@@ -428,7 +428,7 @@ def test_where_one_request_of_a_batch_fails_all_are_closed(
     [
         (["the cat", [1] * 97], r"^prompt\[1\]: the prompt has 97 tokens"),
         (["the cat", ""], r"^prompt\[1\]: the prompt is empty"),
-        (["the cat", "the", "\ud800"], r"^prompt\[2\]: this text cannot be encoded"),
+        (["the cat", "the", "\ud800"], r"^prompt\[2\]: this text is no valid Unicode"),
         ([[3], [2**40], [4]], r"^prompt\[1\]: "),
         ([[3], [4], [-1]], r"^prompt\[2\]: "),
     ],

@@ -23,7 +23,7 @@ CHAPTERS = ("speculative", "early_exit", "nonautoregressive")
 # Each floor imports from the floors below it and from itself; modules of one name are a floor's
 # packages or files.
 FLOORS = [
-    ("errors", "progress", "processes", "familiar"),
+    ("errors", "files", "progress", "processes", "familiar"),
     ("_core", "tree"),
     ("lm",),
     ("decoding",),

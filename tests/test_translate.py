@@ -409,6 +409,24 @@ def test_every_line_of_a_pipe_is_a_sentence(at_home: Trained) -> None:
     assert run(*call, stdin="").stdout == ""
 
 
+def test_a_blank_line_and_one_that_fails_cost_no_other_line_its_translation(
+    at_home: Trained,
+) -> None:
+    lines, call = [TEXT, "", TEXT * 40, "the snow"], ("translate", "--method", "plain")
+    result = run(*call, stdin="".join(line + "\n" for line in lines))
+    assert result.exit_code == 2
+    first, last = (one("teacher", line, method="plain").text for line in (TEXT, "the snow"))
+    assert result.stdout.split("\n") == [first, "", "", last, ""]
+    (said,) = result.stderr.splitlines()
+    assert said.startswith("tinyspec: line 3: the source has ")
+    found = [
+        json.loads(row) for row in run(*call, "--json", stdin="\n".join(lines)).stdout.splitlines()
+    ]
+    assert [row.get("text") for row in found] == [first, None, None, last]
+    assert found[1] == {} and "positions: shorten it" in found[2]["error"]
+    assert "temperature" in failed(run(*call, "-t", "-1", stdin="\n".join(lines)))
+
+
 def test_as_json_and_with_every_pass(at_home: Trained) -> None:
     result = run(
         "translate", "--method", "mask_predict", "--iterations", "3", "--json", "--trace", TEXT

@@ -3,9 +3,12 @@
 The models are folders with random weights and a tokenizer that is trained on the spot.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import tokenizers
 from click.testing import CliRunner, Result
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -63,6 +66,18 @@ def tiny_zoo(folder: Path) -> Zoo:
 def run(*args: str, stdin: str | None = None) -> Result:
     """A command, in this process."""
     return CliRunner().invoke(main, list(args), input=stdin)
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file can grow beyond 100 bytes: the rest of it is refused, as by a full disk."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def failed(result: Result) -> str:

@@ -19,6 +19,7 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
 PROMPT = "a text, a list of token ids, or a list of chat messages"
 IDS = "a list of token ids"
 TOP_K_LIMIT = 2**63 - 1  # the largest number that the compiled sampler can hold
+TOKEN_LIMIT = 2**31 - 1  # the largest id that the compiled kernels can hold
 
 
 def wrong_argument(name: str, value: Any, expected: str) -> TinyspecError:
@@ -55,11 +56,11 @@ def check_sampling(
     check_number("repetition_penalty", repetition_penalty, "a number above 0 (1 is off)")
     for name, value in (("top_p", top_p), ("min_p", min_p)):
         if value is not None:
-            check_number(name, value, "a number from 0 to 1 (None keeps all)")
-    expected = "a whole number of at least 1 (None keeps all)"
+            check_number(name, value, "a number from 0 to 1 (leave it out: all)")
+    expected = "a whole number of at least 1 (leave it out: all)"
     if top_k is not None and check_whole("top_k", top_k, expected) > TOP_K_LIMIT:
         raise wrong_argument(
-            "top_k", top_k, f"a whole number from 1 to {TOP_K_LIMIT} (None keeps all)"
+            "top_k", top_k, f"a whole number from 1 to {TOP_K_LIMIT} (leave it out: all)"
         )
 
 
@@ -142,6 +143,11 @@ def check_texts(name: str, given: Any, example: str) -> list[str | list[int]]:
         x if isinstance(x, str) else check_ids(f"{name}[{i}]", x, expected)
         for i, x in enumerate(given)
     ]
+    for i, text in enumerate(texts):
+        for place, token in enumerate(text if isinstance(text, list) else ()):
+            if not 0 <= token <= TOKEN_LIMIT:
+                each = f"a token id, from 0 to {TOKEN_LIMIT}"
+                raise wrong_argument(f"{name}[{i}][{place}]", token, each)
     if name == "stop" and (empty := [i for i, text in enumerate(texts) if not text]):
         raise TinyspecError(f"stop[{empty[0]}] is empty: it would stop before the first token")
     return texts

@@ -92,6 +92,8 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
             )
     if not given and card.drafts == 0:
         return []
+    if not given and not silent:
+        raise TinyspecError("draft is an empty list: name a model, or leave draft out")
     if not given:
         raise TinyspecError(
             f"{card.name} needs a draft model and the card of {model.name} names none: pass "

@@ -63,7 +63,7 @@ def import_file(path: str | Path) -> str:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise TinyspecError(f"{locate_error(error, file)}: {describe_error(error)}") from error
     return name
@@ -75,7 +75,7 @@ def import_packages() -> None:
     for entry in entry_points(group=GROUP):
         try:
             entry.load()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             warnings.warn(
                 f"plugin {_origin(entry)} is left out: {describe_error(error)}", stacklevel=3
             )

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.zoo import Zoo, failed, run, tiny_zoo
+from tests.zoo import Zoo, failed, full_disk, run, tiny_zoo
 from tinyspec.bench.book import Sample
 from tinyspec.bench.plan import PLAIN
+from tinyspec.cli.measuring import write_text
+from tinyspec.errors import TinyspecError
 from tinyspec.technique import find_technique
 
 QUICK = (
@@ -205,6 +207,30 @@ def test_bad_input_is_one_line(zoo: Zoo, args: list[str], says: str) -> None:
     model = [] if "--model" in args else ["--model", zoo.big]
     tasks = [] if "--tasks" in args else ["--tasks", "edits"]
     assert says in failed(run("bench", "--rounds", "1", *QUICK, *model, *tasks, *args))
+
+
+def test_a_mistyped_knob_leaves_the_file_of_out_as_it_is(zoo: Zoo, tmp_path: Path) -> None:
+    out = tmp_path / "keep.json"
+    out.write_text("mine")
+    call = ["bench", "--model", zoo.big, "--tasks", "edits", *QUICK, "--out", str(out)]
+    assert "k is 'abc'" in failed(run(*call, "--methods", "llma:k=abc"))
+    assert out.read_text() == "mine"
+
+
+def test_an_unknown_chapter_is_told_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tinyspec.bench import arms
+
+    monkeypatch.setattr(arms, "load_arm_models", lambda *_, **__: pytest.fail("it was loaded"))
+    assert "there is no chapter 'nosuch'" in failed(run("bench", "--chapter", "nosuch"))
+
+
+def test_a_full_disk_leaves_the_old_page(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("mine")
+    with full_disk(), pytest.raises(TinyspecError, match=r"cannot write .*page\.md"):
+        write_text(tmp_path / "page.md", "new" * 100)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_a_file_that_is_no_result_and_options_in_the_wrong_place(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Committed results have command, commit, machine, date and samples; figures follow from them."""
 
 import json
+import os
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -330,6 +331,24 @@ def test_a_chapter_names_the_knobs_that_have_no_default_value() -> None:
 def test_a_chapter_on_one_task_has_no_mean() -> None:
     table = answers.describe_chapter(chapter(rag=(0.9, 1.5, 0.8)), "page.md")[0]
     assert table.splitlines()[0] == "|  | RAG | tokens per forward pass |"
+
+
+def test_a_pipe_is_written_in_place_and_a_link_stays(tmp_path: Path) -> None:
+    """Moved onto /dev/null, a new file would take the place of the device."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    for name, target in (("to pipe", "pipe"), ("to file", "file")):
+        (tmp_path / name).symlink_to(target)
+        save_result(tmp_path / name, {"a": 1})
+        assert (tmp_path / name).is_symlink()
+    assert json.loads(os.read(reader, 999)) == load(tmp_path / "file") == {"a": 1}
+    os.close(reader)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "file",
+        "pipe",
+        "to file",
+        "to pipe",
+    ]
 
 
 def test_a_timed_result_goes_on_only_on_its_machine(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from zipfile import ZipFile
 import pytest
 
 from tests.grade.tiny import FAST, RIGHT, TINY, submit
-from tests.zoo import failed, run
+from tests.zoo import failed, full_disk, run
 from tinyspec.errors import TinyspecError
 from tinyspec.grade import assignments, grading, starter
 from tinyspec.grade.task import Assignment
@@ -141,6 +141,13 @@ def test_what_is_misspelt_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("seconds", ["nan", "inf", "1e300", "0"])
+def test_a_time_limit_is_from_a_second_to_a_day(tmp_path: Path, seconds: str) -> None:
+    folder = str(submit(tmp_path, RIGHT))
+    assert "give 1 to 86400" in failed(run("grade", "A0", folder, "--seconds", seconds))
+
+
+@pytest.mark.usefixtures("tiny")
 def test_gradescope_on_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--gradescope -` prints results.json and nothing else, and writes no file called "-"."""
     monkeypatch.chdir(tmp_path)
@@ -240,6 +247,34 @@ def test_a_bundle_draws_its_seed_prints_it_and_can_be_written_again(tmp_path: Pa
     assert f"--final --seed {seeds[0]} " in texts[0]["run_autograder"]
     run("assignment", "bundle", "A3", str(tmp_path / "again.zip"), "--seed", seeds[0])
     assert (tmp_path / "again.zip").read_bytes() == (tmp_path / "first.zip").read_bytes()
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_full_disk_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, saved = str(submit(tmp_path / "mine", RIGHT)), tmp_path / "report.json"
+    saved.write_text("mine")
+    judged = grading.grade_folder(TINY, Path(folder), limits=FAST)
+    monkeypatch.setattr(grading, "grade_folder", lambda *_: judged)
+    with full_disk():
+        assert "report.json: File too large" in failed(
+            run("grade", "A0", folder, "--json", str(saved))
+        )
+    assert saved.read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", "report.json"}
+
+
+def test_a_full_disk_leaves_the_old_bundle_and_no_half_of_a_new_folder(tmp_path: Path) -> None:
+    (tmp_path / "a1.zip").write_text("mine")
+    (tmp_path / "begun").mkdir()
+    with full_disk():
+        assert "a1.zip: File too large" in failed(
+            run("assignment", "bundle", "A1", str(tmp_path / "a1.zip"))
+        )
+        for name in ("begun", "new"):
+            said = failed(run("assignment", "new", "A1", str(tmp_path / name)))
+            assert "submission.py: File too large" in said
+    assert (tmp_path / "a1.zip").read_text() == "mine"
+    assert {path.name for path in tmp_path.rglob("*")} == {"a1.zip", "begun"}
 
 
 def unfinished() -> str:

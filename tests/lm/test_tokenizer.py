@@ -214,7 +214,7 @@ def test_bad_input_gets_one_line():
         sentencepiece().chat([{"role": "user", "content": "x"}])
     with pytest.raises(TinyspecError, match="chat message 1"):
         tokenizer.chat([{"role": "user", "content": "x"}, {"role": "user"}])
-    with pytest.raises(TinyspecError, match="surrogate"):
+    with pytest.raises(TinyspecError, match="no valid Unicode: save it as UTF-8"):
         tokenizer.encode("\ud800")
     with pytest.raises(TinyspecError, match="whole numbers from 0 to"):
         tokenizer.decode([-1])
@@ -266,7 +266,7 @@ def test_a_fingerprint_tells_vocabularies_apart_as_their_tokens_do():
 def test_many_texts_are_encoded_as_each_alone(kind):
     texts = ["", "the cat", "a <|im_end|> b", "the cat" * 50]
     assert kind().encode_all(texts) == [kind().encode(text) for text in texts]
-    with pytest.raises(TinyspecError, match="cannot be encoded"):
+    with pytest.raises(TinyspecError, match="no valid Unicode"):
         kind().encode_all(["fine", "\ud800"])
 
 

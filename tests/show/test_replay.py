@@ -19,6 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 import tinyspec
+from tests.zoo import full_disk
 from tinyspec.cli import main
 from tinyspec.decoding.trace import Trace
 from tinyspec.errors import TinyspecError
@@ -337,6 +338,13 @@ def test_what_is_no_trace_is_an_error_of_one_line(text: str, tmp_path: Path) -> 
 def test_a_place_that_cannot_be_written_is_named(tree: replay.Record, tmp_path: Path) -> None:
     with pytest.raises(TinyspecError, match="cannot write"):
         replay.save_page(tree, tmp_path / "no" / "page.html")
+
+
+def test_a_full_disk_leaves_the_old_page_whole(tree: replay.Record, tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text("mine")
+    with full_disk(), pytest.raises(TinyspecError, match=r"cannot write .*page\.html"):
+        replay.save_page(tree, tmp_path / "page.html")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_generate_writes_a_page_and_a_trace_and_a_trace_becomes_a_page(tmp_path: Path) -> None:

@@ -343,6 +343,14 @@ def test_an_interrupted_distillation_goes_on_to_the_same_draft(
     assert all(torch.equal(whole[name], gone_on[name]) for name in whole)
 
 
+def test_a_draft_has_no_more_layers_than_its_target(zoo: Zoo, tmp_path: Path) -> None:
+    call = ["train", "lm", "--distill", zoo.big, "--layers", "99", "--out", str(tmp_path / "x")]
+    assert f"--layers 99: {zoo.big} has 2 layers; a draft takes its first ones" in failed(
+        run(*call)
+    )
+    assert not (tmp_path / "x").exists()
+
+
 def test_what_is_wrong_is_an_error_of_one_line(zoo: Zoo, tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "x"), "--quiet"]
     lm = ["train", "lm", *out]

@@ -511,6 +511,14 @@ def test_a_wrong_setting_loses_nothing_of_a_begun_training(zoo: Zoo, tmp_path: P
     }
 
 
+def test_an_unknown_model_leaves_no_folder(zoo: Zoo, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    call = ["train", "head", "--method", "medusa", "--out", str(tmp_path / "head"), "--for"]
+    assert "unknown model 'nosuch'" in failed(run(*call, "nosuch"))
+    assert "config.json: missing" in failed(run(*call, str(tmp_path / "empty")))
+    assert not (tmp_path / "head").exists()
+
+
 def test_what_a_full_disk_cuts_off_is_removed(tmp_path: Path) -> None:
     def write() -> None:
         with write_part(tmp_path / "a") as part:

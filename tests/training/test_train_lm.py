@@ -216,6 +216,16 @@ def test_missing_data_is_an_error_before_anything_is_written(zoo: Path) -> None:
     assert sorted(p.name for p in (zoo / "teller").iterdir()) == ["recipe.toml"]
 
 
+def test_a_restart_without_its_data_keeps_the_saved_training(zoo: Path) -> None:
+    state = zoo / "teller/.tinyspec/state.pt"
+    state.parent.mkdir()
+    state.write_text("mine")
+    with pytest.raises(TinyspecError, match="tinyspec data fetch"):
+        run(zoo, "teller", data_folder=zoo / "nowhere", restart=True)
+    assert state.read_text() == "mine"
+    assert run(zoo, "teller", restart=True)  # it does not read that state
+
+
 @pytest.mark.parametrize("name", ["storyteller", "apprentice"])
 def test_the_zoo_fits_its_budget(name: str) -> None:
     recipe = read_recipe(Path(__file__).parents[2] / "models" / name / "recipe.toml")

@@ -25,6 +25,7 @@ from rich.console import Console
 from torch import Tensor
 
 from tinyspec.errors import TinyspecError
+from tinyspec.files import write_whole
 from tinyspec.lm.checkpoint import hash_weights
 from tinyspec.progress import progress_bar
 from tinyspec.technique import json_number
@@ -205,9 +206,7 @@ def save_result(path: Path | None, result: Mapping[str, Any]) -> None:
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(dump_json(result), encoding="utf-8")
-    os.replace(part, path)
+    write_whole(path, dump_json(result).encode())
 
 
 def identify_inputs(

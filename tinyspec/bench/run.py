@@ -59,10 +59,14 @@ def run_bench(
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
     """Do what the book does not have yet, and return all of it. Each part is saved when done."""
+    if chapter is not None:
+        chapters.list_decoders(chapter)  # a wrong name is told first
     model, draft = own.load_arm_models(book.settings, any_method=chapter is not None)
     if chapter is not None and not book.settings.tasks:
         book.settings = replace(book.settings, tasks=chapters.default_tasks(model))
+    contestants = list[Arm]()
     if chapter is None:  # a chapter's methods are not known yet
+        contestants = own.make_technique_arms(book.settings, model, draft)  # a wrong arm is told
         book.save()  # so that --resume finds the file, however early this run ends
     jobs = make_jobs(book, model, quiet)
     if chapter is not None and not book.samples:
@@ -70,7 +74,7 @@ def run_bench(
             chapter, book.settings, model, draft, max(jobs, key=lambda job: len(job.ids))
         )
         book.rest |= {"chapter": chapter, "built": built}
-    contestants = own.make_technique_arms(book.settings, model, draft)
+    contestants = contestants or own.make_technique_arms(book.settings, model, draft)
     room = max(curve.CACHED + max(curve.KS), *(len(job.ids) + job.tokens for job in jobs)) + 1
     contestants += peers.make_peer_arms(
         [spec for spec in book.settings.arms if spec.is_peer], book.settings, model, room

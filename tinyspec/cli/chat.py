@@ -1,5 +1,6 @@
 """tinyspec chat: a conversation."""
 
+import io
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,8 @@ class Conversation:
 
             context = f"{self.model.config.max_positions} tokens of context"
             click.echo(f"{self.model.name}, {context}. {HELP}.", err=True)
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # `encode` refuses what is no text
         while True:
             try:
                 message = input("> " if terminal else "").strip()
@@ -90,7 +93,10 @@ class Conversation:
             elif message.startswith("/"):
                 click.echo(f"(there is no {message.split()[0]}: {HELP})", err=True)
             elif message:
-                self.answer(message)
+                try:
+                    self.answer(message)
+                except TinyspecError as error:
+                    click.echo(f"({error}; your message was not added)", err=True)
 
     def answer(self, message: str) -> None:
         """Answer one message. One that the context has no room for is taken back."""

@@ -3,6 +3,7 @@
 No torch here, and none at the top of any command's file: `tinyspec --help` answers at once.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from tinyspec.technique import Card, Knob
 
 F = TypeVar("F", bound=Callable[..., Any])
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # as writing to standard output finds it
 DEBUG = "tinyspec.debug"  # keys of a click context's `meta`
 KNOBS = "tinyspec.knobs"
 KNOB_OPTIONS = "tinyspec.knob_options"
@@ -59,6 +61,8 @@ def error_in_one_line(error: Exception) -> str:
         return message
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        return f"the output cannot be written: {error.strerror}"
     if isinstance(error, MemoryError):
         return "memory is out: use a smaller model, fewer --max-new-tokens, or smaller knobs"
     if type(error).__name__ == "OutOfMemoryError":  # torch's; torch may not even be loaded here

@@ -77,8 +77,9 @@ def generate(
     """Continue PROMPT, by any technique; the text appears as it grows.
 
     Without PROMPT, or with -, it is read from standard input. Options that are not listed are knobs
-    of the method. Ctrl-C keeps what there is and exits with 130. The prompts of --prompts run as
-    batches; the i-th, counted from 0, uses seed + i and gets the text that it gets alone.
+    of the method. Ctrl-C keeps what there is, of --prompts the finished batches, and exits with
+    130. The i-th prompt of --prompts, counted from 0, uses seed + i and gets the text that it gets
+    alone.
 
     \b
     Examples:
@@ -92,9 +93,7 @@ def generate(
     """
     if prompts is not None and (prompt is not None or replay is not None):
         other = "PROMPT" if prompt is not None else "--replay"
-        raise TinyspecError(
-            f"{other} is for one prompt, --prompts for many: leave one of them away"
-        )
+        raise TinyspecError(f"give {other} or --prompts FILE, not both")
     lines = [] if prompts is None else base.read_prompts(prompts)
     missing = "there is no prompt: give one as an argument, or pipe it in"
     text = base.read_prompt(prompt, missing) if prompts is None else ""

@@ -10,10 +10,12 @@ import click
 from tinyspec.cli import base
 from tinyspec.cli.base import OUTPUT_FILE, OUTPUT_FOLDER, flag, option
 from tinyspec.errors import TinyspecError
+from tinyspec.files import write_whole
 
 STDOUT = Path("-")
 REPORT_FILE = base.OutputPath(allow_dash=True)
 SEED = click.IntRange(0)
+A_DAY = 86_400  # seconds
 
 task_option = base.list_option(
     "--task",
@@ -31,8 +33,8 @@ task_option = base.list_option(
 @task_option
 @option(
     "--seconds",
-    type=click.FloatRange(min=1),
-    help="For a task's answers in all.  [default: 60; final 600]",
+    type=float,
+    help="Time limit of a whole task.  [default: 60; final 600]",
 )
 @option(
     "--json",
@@ -82,6 +84,8 @@ def grade(
     from tinyspec.grade import assignments, grading, report
     from tinyspec.grade.process import Limits
 
+    if seconds is not None and not 1 <= seconds <= A_DAY:
+        raise TinyspecError(f"--seconds {seconds:g}: give 1 to {A_DAY}, a day")
     if as_json == gradescope == STDOUT:
         raise TinyspecError("--json - and --gradescope - both want standard output: name a file")
     found = assignments.find_assignment(name).select(tasks)
@@ -103,7 +107,7 @@ def grade(
         if path == STDOUT:
             click.echo(json.dumps(form(judged)))
         elif path is not None:
-            path.write_text(json.dumps(form(judged), indent=1) + "\n", encoding="utf-8")
+            write_whole(path, (json.dumps(form(judged), indent=1) + "\n").encode())
     if STDOUT not in (as_json, gradescope):
         report.print_report(judged, base.console())
     if judged.score < judged.max_score:

@@ -12,6 +12,7 @@ import click
 from tinyspec.cli import base
 from tinyspec.cli.base import flag, option
 from tinyspec.errors import TinyspecError
+from tinyspec.files import write_whole
 
 if TYPE_CHECKING:
     from tinyspec.bench.experiment import Experiment
@@ -184,7 +185,7 @@ def print_result(
 def write_text(file: Path, text: str) -> None:
     """Write a text file; its folder is made where it is missing."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, encoding="utf-8")
+    write_whole(file, text.encode())
 
 
 def name_files(*files: Path | None) -> None:

@@ -16,6 +16,7 @@ import click
 from tinyspec.cli import base
 from tinyspec.cli.base import POSITIVE, flag, option
 from tinyspec.errors import TinyspecError
+from tinyspec.files import write_whole
 
 if TYPE_CHECKING:
     from tinyspec.lm.model import Model
@@ -196,7 +197,7 @@ def race(
     lanes = repeats[median]
     title = f"{target.name}, {describe_sampling(settings)}"
     if svg is not None:
-        svg.write_text(draw_picture(lanes, outcomes, title, text), encoding="utf-8")
+        write_whole(svg, draw_picture(lanes, outcomes, title, text).encode())
     if as_json:
         first = outcomes[0]
         figures = {

@@ -18,7 +18,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 @option(
     "--method",
     default="suffix_decoding",
-    help="Of requests that name none: see `tinyspec methods`.",
+    help="For requests without a method: see `tinyspec methods`.",
 )
 @base.draft_option
 @base.head_option
@@ -40,7 +40,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
     type=base.POSITIVE,
     help="Positions of the cache for all running texts. [default: no limit]",
 )
-@option("--api-key", envvar="TINYSPEC_API_KEY", help="What clients must send. [default: nothing]")
+@option("--api-key", envvar="TINYSPEC_API_KEY", help="Key of the clients. [default: nothing]")
 @option("--device", default="cpu", help="cpu, cuda, or cuda:0.")
 @option("--dtype", help="float32, bfloat16, float16, float64. [default: as stored]")
 @click.pass_context

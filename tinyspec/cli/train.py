@@ -216,12 +216,18 @@ def write_recipe(
             "(`tinyspec models list`)"
         )
     named = target if os.sep not in target else os.path.relpath(path, out)
-    width = checkpoint.read_checkpoint_config(path).d_model
+    config = checkpoint.read_checkpoint_config(path)
+    if layers is not None and layers > config.n_layers:
+        raise TinyspecError(
+            f"--layers {layers}: {target} has {config.n_layers} layers; a draft takes its first "
+            "ones"
+        )
     name = out.resolve().name
-    text = draft_recipe(named, name, layers or 2, draft_vocab or 0, texts or 1500, width)
+    text = draft_recipe(named, name, layers or 2, draft_vocab or 0, texts or 1500, config.d_model)
+    text = set_recipe_values(text, overrides)
     file = out / ".tinyspec" / "recipe.toml"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(set_recipe_values(text, overrides), encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
     return file
 
 
@@ -313,13 +319,16 @@ def write_head_recipe(
     if not restart:
         check_free(out)
     path = models.find_model(target)
+    if path is None or not (path / "config.json").is_file():
+        models.load(target)  # what is no model is told before anything is written
     is_name = path is None or os.sep not in target
     named = target if is_name or path is None else os.path.relpath(path, out)
-    file.parent.mkdir(parents=True, exist_ok=True)
     minutes = 20 if is_tuned else 10
     text = head_recipe(named, method, out.resolve().name, minutes, is_tuned)
+    text = set_recipe_values(text, overrides)
+    file.parent.mkdir(parents=True, exist_ok=True)
     before = file.read_bytes() if file.exists() else None
-    file.write_text(set_recipe_values(text, overrides), encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
     try:
         read_head_recipe(file)
     except TinyspecError:  # nothing is lost: a begun training keeps its state and its recipe

@@ -35,11 +35,9 @@ if TYPE_CHECKING:
     "--max-new-tokens",
     "-n",
     type=int,
-    help="At most, from left to right. [default: 1.5 x source + 11]",
+    help="Most tokens, with plain. [default: 1.5 x source + 11]",
 )
-@option(
-    "--temperature", "-t", type=float, help="Of what is drawn. [default: left to right, 0: greedy]"
-)
+@option("--temperature", "-t", type=float, help="0 is greedy. [default: 0 from left to right]")
 @option("--seed", type=int, default=0, help="Same seed, same translation.")
 @option("--device", default="cpu", help="cpu, cuda, or cuda:0.")
 @option("--dtype", help="float32, bfloat16, float16, float64. [default: float32]")
@@ -69,7 +67,8 @@ def translate(
     """Translate SOURCE, by any technique that needs no draft model, or by specdec.
 
     A method with a head runs on a model that was trained with one: blockwise on multi30k-blockwise.
-    Without SOURCE, or with -, every line of standard input is a sentence; line i uses seed + i.
+    Without SOURCE, or with -, every line of standard input is a sentence; line i uses seed + i. A
+    blank line stays blank. One that cannot be translated becomes blank, and its error is printed.
     Options that are not listed are knobs of the method. Models lie in the repository's models/
     folder; the wheel carries none of them.
 
@@ -97,21 +96,35 @@ def translate(
         translator = load_translator(model, device, dtype)
     judge = None if teacher is None else load_translator(teacher, device, dtype)
     drafter = None if draft is None else load_translator(draft, device, dtype)
-    lines = [text]
-    if source in (None, "-"):  # unlike splitlines: a form feed, for instance, ends no line
+    lines, is_batch = [text], source in (None, "-")
+    if is_batch:  # unlike splitlines: a form feed, for instance, ends no line
         lines = [line.removesuffix("\r") for line in text.split("\n")] if text else []
     if replay is not None and len(lines) > 1:
         raise TinyspecError("--replay plays back one sentence: give one as an argument")
     options = {"method": method, "teacher": judge, "draft": drafter, **limits, **knobs}
+    if is_batch:  # what is wrong with every line is told once
+        start_translation(translator, [translator.config.eos], **options)
+    failures = 0
     for number, line in enumerate(lines):
-        running = start_translation(translator, line, seed=seed + number, **options)
-        running.detail(replay is not None)
-        n_layers = running.model.config.decoder_layers
+        if is_batch and not line.strip():
+            click.echo("{}" if as_json else "")
+            continue
         try:
-            show_passes(running, on_lines=trace, in_place=not (trace or as_json))
-        except KeyboardInterrupt:
-            print_translation(running.interrupted(), n_layers, as_json, stats=True)
-            ctx.exit(130)
+            running = start_translation(translator, line, seed=seed + number, **options)
+            running.detail(replay is not None)
+            n_layers = running.model.config.decoder_layers
+            try:
+                show_passes(running, on_lines=trace, in_place=not (trace or as_json))
+            except KeyboardInterrupt:
+                print_translation(running.interrupted(), n_layers, as_json, stats=True)
+                ctx.exit(130)
+        except TinyspecError as error:
+            if not is_batch:
+                raise
+            failures += 1
+            click.echo(json.dumps({"error": str(error)}) if as_json else "")
+            click.echo(f"tinyspec: line {number + 1}: {error}", err=True)
+            continue
         done = running.result()
         print_translation(done, n_layers, as_json, stats)
         left_early = any(layers < n_layers for layers in done.trace.layers_run)
@@ -123,6 +136,8 @@ def translate(
 
             make = record_passes if done.passes else record_rounds
             base.write_replay(make(running.model, method, done), replay)
+    if failures:
+        ctx.exit(2)
 
 
 def show_passes(running: "ExtendingRun | RewritingRun", on_lines: bool, in_place: bool) -> None:

@@ -72,14 +72,16 @@ class SamplingParams:
             )
         if self.top_k is not None and not (self.top_k >= 1 and self.top_k == int(self.top_k)):
             raise TinyspecError(
-                f"top_k must be a whole number of at least 1 (None keeps all), got {self.top_k}"
+                f"top_k must be a whole number of at least 1 (leave it out: all), got {self.top_k}"
             )
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise TinyspecError(
-                f"top_p must be above 0 and at most 1 (None keeps all), got {self.top_p}"
+                f"top_p must be above 0 and at most 1 (leave it out: all), got {self.top_p}"
             )
         if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise TinyspecError(f"min_p must be between 0 and 1 (None keeps all), got {self.min_p}")
+            raise TinyspecError(
+                f"min_p must be between 0 and 1 (leave it out: all), got {self.min_p}"
+            )
         if not 0 < self.repetition_penalty < math.inf:
             raise TinyspecError(
                 f"repetition_penalty must be above 0 (1 is off), got {self.repetition_penalty}"

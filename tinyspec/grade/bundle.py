@@ -3,11 +3,13 @@
 The model that an assignment needs goes with it."""
 
 from importlib.metadata import requires
+from io import BytesIO
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 import tinyspec
 from tinyspec import models
+from tinyspec.files import write_whole
 from tinyspec.grade.report import CONTAINER
 from tinyspec.grade.starter import extract_helpers, fill_template, read_reference, task_options
 from tinyspec.grade.task import Assignment
@@ -52,12 +54,14 @@ def write_bundle(assignment: Assignment, out: Path, seed: int) -> int:
         is_museum = inner.parts[:2] == ("laws", "museum")  # wrong code, and what is wrong with it
         if not (inner.parts[0].startswith("_assignments") or is_museum):
             files[f"tinyspec/{inner.as_posix()}"] = (path.read_bytes(), 0o644)
-    with ZipFile(out, "w", ZIP_DEFLATED) as bundle:
+    packed = BytesIO()
+    with ZipFile(packed, "w", ZIP_DEFLATED) as bundle:
         for name, (data, mode) in files.items():
             entry = ZipInfo(name)  # of 1980: the same bytes every time
             entry.external_attr = (0o100000 | mode) << 16
             entry.compress_type = ZIP_DEFLATED
             bundle.writestr(entry, data)
+    write_whole(out, packed.getvalue())
     return len(files)
 
 

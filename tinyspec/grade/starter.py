@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyspec.errors import TinyspecError
+from tinyspec.files import write_whole
 from tinyspec.grade import assignments
 from tinyspec.grade.task import Assignment
 
@@ -70,7 +71,8 @@ def task_numbers(assignment: Assignment) -> dict[str, str]:
 def write_folder(assignment: Assignment, where: Path) -> list[Path]:
     """Write the starter, the hand-out, a README and what lies beside them into a folder.
 
-    Returns their paths. Raises TinyspecError if one of them is there already.
+    Returns their paths. Raises TinyspecError if one of them is there already, or cannot be written;
+    then nothing is added to the folder.
     """
     files = {
         "submission.py": make_starter(assignment).encode(),
@@ -84,10 +86,20 @@ def write_folder(assignment: Assignment, where: Path) -> list[Path]:
             raise TinyspecError(
                 f"{where / name} is there already, and is left as it is: name a new folder"
             )
+    is_new = not where.exists()
     where.mkdir(parents=True, exist_ok=True)
-    for name, data in files.items():
-        (where / name).write_bytes(data)
-    return [where / name for name in files]
+    written = list[Path]()
+    try:
+        for name, data in files.items():
+            write_whole(where / name, data)
+            written.append(where / name)
+    except TinyspecError:
+        for path in written:
+            path.unlink()
+        if is_new:
+            where.rmdir()
+        raise
+    return written
 
 
 def task_options(assignment: Assignment) -> str:

@@ -241,7 +241,7 @@ class Tokenizer:
                 return list(self.backend.encode(text, add_special_tokens=False).ids)
         except (TypeError, UnicodeError) as error:
             raise TinyspecError(
-                f"this text cannot be encoded ({error}); pass a str without lone surrogates"
+                "this text is no valid Unicode: save it as UTF-8, and cut no character in half"
             ) from error
         except Exception as error:  # the vocabulary lacks a character and has no unk token
             raise TinyspecError(

@@ -18,6 +18,7 @@ from typing import Any
 
 from tinyspec.decoding.trace import Trace
 from tinyspec.errors import TinyspecError
+from tinyspec.files import write_whole
 from tinyspec.generation import Generation
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.model import Model
@@ -243,7 +244,4 @@ def save_page(record: Record, path: str | Path) -> None:
         if path.suffix == ".json"
         else render_page(record)
     )
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise TinyspecError(f"cannot write {path}: {error.strerror}") from None
+    write_whole(path, text.encode())

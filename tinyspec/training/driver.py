@@ -92,16 +92,25 @@ class RecipeRun(Generic[R]):
             raise TinyspecError(
                 "device cuda: torch finds no CUDA device here; --device cpu trains on the processor"
             )
-        self.state = self.out / ".tinyspec"
-        if restart:
-            with ranks.main_rank_first():
-                text = self.path.read_bytes()
-                shutil.rmtree(self.state, ignore_errors=True)
-                if not self.path.exists():  # the recipe of `--distill` stands beside the state
-                    self.path.parent.mkdir(parents=True)
-                    self.path.write_bytes(text)
-        else:
+        self.forgets = restart and ranks.this_rank() == 0
+        if not restart:
             check_free(self.out)
+
+    @property
+    def state(self) -> Path:
+        """Return the folder of the state; --restart empties it when it is first asked for.
+
+        Until then recipe, data and models were read, so a mistake in them costs no saved training.
+        """
+        folder = self.out / ".tinyspec"
+        if self.forgets:
+            self.forgets = False
+            text = self.path.read_bytes()
+            shutil.rmtree(folder, ignore_errors=True)
+            if not self.path.exists():  # the recipe of `--distill` stands beside the state
+                self.path.parent.mkdir(parents=True)
+                self.path.write_bytes(text)
+        return folder
 
     def train(
         self,
@@ -118,13 +127,15 @@ class RecipeRun(Generic[R]):
 
         Of several ranks only the first returns: it measures and writes. The others exit.
         """
+        with ranks.main_rank_first():
+            state = self.state
         try:
             result = train(
                 weights,
                 batches,
                 loss,
                 self.recipe.settings,
-                self.state,
+                state,
                 validate=validate,
                 before_step=before_step,
                 rates=rates,
