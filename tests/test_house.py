@@ -157,18 +157,18 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3703,
+    "root + show": 3730,
     "_core": 957,
-    "lm": 6297,
-    "decoding": 2068,
-    "chapters": 14676,
-    "laws": 19779,
+    "lm": 6316,
+    "decoding": 2077,
+    "chapters": 14680,
+    "laws": 20127,
     "museum": 3705,
-    "training": 3497,
-    "bench": 10117,
-    "grade": 4400,
+    "training": 3539,
+    "bench": 10136,
+    "grade": 4416,
     "serve": 1054,
-    "cli": 2839,
+    "cli": 2875,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

@@ -15,6 +15,7 @@ from tests.zoo import failed, run
 from tinyspec import pairing, plugins, technique
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import prove
+from tinyspec.laws.card_laws import REQUEST_LAWS
 
 TECHNIQUE = '''"""A draft model proposes a chain; the target samples along it."""
 
@@ -92,7 +93,8 @@ def test_an_exact_technique_file_is_proved_from_wherever_it_stands(tmp_path: Pat
     (report,) = json.loads(result.stdout)["methods"]
     assert (report["method"], report["accused"], report["broken"]) == ("mine", None, [])
     assert [found["law"] for found in report["proved"]] == [
-        "joint distribution", "the laws of a round", "greedy equality", "the contracts of a drafter",
+        "joint distribution", "the laws of a round", "greedy equality", *REQUEST_LAWS,
+        "the contracts of a drafter",
     ]  # fmt: skip
 
 
@@ -248,6 +250,7 @@ BAD_FILES = [
     ),
     ("x = 1\ny = x / 0\n", "mine.py", "mine.py, line 2: ZeroDivisionError: division by zero"),
     ("def f(:\n", "mine.py", "mine.py, line 1: SyntaxError: "),
+    ("import sys\nsys.exit(3)\n", "mine.py", "mine.py, line 2: SystemExit: 3"),
     ("x = 1\n", "mine.py", "mine.py registers no technique"),
     (TECHNIQUE, "llma.py", "there is a technique llma already"),
     (TECHNIQUE, "my-method.py", "a technique file is named like a technique, such as my_method.py"),
@@ -301,13 +304,17 @@ def test_an_installed_package_brings_its_technique(
     assert "theirs" in run("methods").stdout
 
 
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [("import nosuch_module\n", "ModuleNotFoundError"), ("raise SystemExit\n", "SystemExit")],
+)
 def test_a_package_that_fails_is_left_out_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(tmp_path, "import nosuch_module\n", monkeypatch)
+    install(tmp_path, text, monkeypatch)
     with pytest.warns(
         UserWarning,
-        match=r"their_package\.theirs \(their-package\) is left out: ModuleNotFoundError",
+        match=rf"their_package\.theirs \(their-package\) is left out: {kind}",
     ):
         known = technique.load_techniques()
     assert "llma" in known

@@ -35,7 +35,8 @@ def siblings(replace: bool) -> Card:
     """Two tokens side by side, with or without replacement."""
 
     def build(request: Request, *, k: int) -> Decoder:
-        return request.decoder(Siblings(request.drafts[0], k, replace), verify_tree)
+        drafter = Siblings(request.drafts[0], k, replace, request.draft_max_length)
+        return request.decoder(drafter, verify_tree)
 
     return card(build, drafts=1, knobs=[Knob("k", 4, "tokens side by side", low=1)])
 
@@ -155,6 +156,8 @@ def cascade(truthful: bool) -> Card:
     """
 
     def build(request: Request) -> Decoder:
+        if request.draft_max_lengths:  # this toy knows no limits
+            return request.decoder(BaseDrafter(), verify_tree)
         middle = Decoder(
             request.drafts[0],
             Remembers(request.drafts[1], 1),
@@ -226,7 +229,7 @@ class Feels(BaseDrafter):
     ) -> TokenTree:
         if self.state is None or max_draft_depth < 1:
             return TokenTree()
-        q = sampling.probs(self.head @ self.state, context)
+        q = sampling.probs(self.head.to(self.state) @ self.state, context)
         return TokenTree.chain([rng.draw(q)], [q])
 
     def observe(self, round: Round) -> None:

@@ -235,7 +235,7 @@ def decoding(
                 break
             else:
                 text.append(int(rng.choice(len(p(text)), p=p(text))))
-        return text[: n - 1] if short else text
+        return text[: n - short]
 
     return generate
 
@@ -443,7 +443,7 @@ def wrong_from_round(first: int) -> Callable[..., list[int]]:
             q_rows = [q([*text, *draft[:i]]) for i in range(gamma)]
             verify = late(ratio=accept_all) if rounds >= first else textbook
             text += verify(p_rows, q_rows, draft, rng)
-        return text
+        return text[:n]
 
     return generate
 

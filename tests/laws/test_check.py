@@ -154,6 +154,18 @@ def test_mistakes_of_a_whole_decoding_function(name: str) -> None:
     )
 
 
+def test_a_decoding_function_that_returns_a_token_too_many_is_accused() -> None:
+    right = published.decoding()
+
+    def untrimmed(p: Any, q: Any, gamma: int, n: int, rng: Any) -> list[int]:
+        return right(p, q, gamma, n + 1, rng)
+
+    found = accused(generate=untrimmed)
+    assert found.law == "tokens asked for"
+    assert found.expected == "2 token ids below 2"
+    assert len(found.got) == found.case["n"] + 1 == 3
+
+
 @pytest.mark.parametrize("name", WRONG_DRAFTERS)
 def test_mistakes_of_a_drafter(name: str) -> None:
     found = accused(drafter=WRONG_DRAFTERS[name])
@@ -173,6 +185,73 @@ def test_a_drafter_with_a_model_of_its_own() -> None:
 
     assert prove(drafter=draft).evidence[0].cases == 15
     assert accused(drafter=stale).case["context"] == [1]
+
+
+def test_a_drafter_that_drafts_a_token_too_many_is_accused() -> None:
+    """A drafter with a model of its own is not told how many; it may draft nine."""
+
+    def one_more(q: Any, context: list[int], gamma: int, rng: Any) -> Any:
+        return published.draft_tokens()(q, context, gamma + 1, rng)
+
+    found = accused(drafter=one_more)
+    assert found.law == "tokens asked for"
+    assert found.expected == "at most gamma = 1 tokens"
+    assert len(found.got) == 2
+    assert prove(drafter=lambda context, rng: ([0] * 9, [None] * 9))
+
+
+def verify_then(write: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a right verifier that then writes into an argument."""
+
+    def verify(p: Any, q: Any, draft: list[int], rng: Any) -> list[int]:
+        tokens = published.textbook(p, q, draft, rng)
+        write(p, q, draft)
+        return tokens
+
+    return verify
+
+
+def write_into_tensor(p: Any, q: Any, draft: list[int]) -> Any:
+    tokens = published.in_torch(p, q, draft)
+    q.zero_()
+    return tokens
+
+
+def draft_then(write: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a right drafter that then writes into an argument, or into a row."""
+
+    def draft(q: Any, context: list[int], gamma: int, rng: Any) -> Any:
+        result = published.draft_tokens(declare=list)(q, context, gamma, rng)
+        write(q, context)
+        return result
+
+    return draft
+
+
+def write_into_target_row(p: Any, q: Any, gamma: int, n: int, rng: Any) -> list[int]:
+    text: list[int] = published.decoding()(p, q, gamma, n, rng)[:n]
+    p([])[0] = 2
+    return text
+
+
+WRITERS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "p": ("verifier", verify_then(lambda p, q, draft: p[-1].__setitem__(0, 2))),
+    "p as an array": ("verifier", verify_then(lambda p, q, draft: p.__setitem__((0, 0), 2))),
+    "q as a tensor": ("verifier", write_into_tensor),
+    "draft": ("verifier", verify_then(lambda p, q, draft: draft.append(0))),
+    "context": ("drafter", draft_then(lambda q, context: context.append(0))),
+    "q([])": ("drafter", draft_then(lambda q, context: q([]).__setitem__(0, 2))),
+    "p([])": ("generate", write_into_target_row),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_function_that_writes_into_what_it_is_given_is_accused(name: str) -> None:
+    """What it returns is right, and would be wrong for a caller who uses the rows again."""
+    form, function = WRITERS[name]
+    found = accused(**{form: function})
+    assert found.law == "arguments are left as they were"
+    assert found.expected.startswith(f"{name.split()[0]} as it was given, not changed to [")
 
 
 # --------------------------------------------------------------------- what small cases do not show

@@ -6,20 +6,23 @@ The suites can judge techniques of every shape, and see their defects.
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import pytest
 
 from tests.laws import hosted, published
-from tinyspec.decoding.decode import BaseDrafter, Decoder, TargetProbs
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Round, TargetProbs
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.verify import Verdict, sample_inverse_cdf, verify_tree
+from tinyspec.decoding.sampling import UNCHANGED, SamplingParams
+from tinyspec.decoding.verify import Verdict, match_tree, sample_inverse_cdf, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import rewriting_laws, suites
+from tinyspec.laws.contracts import TRUTHFUL, contracts_of_technique
 from tinyspec.laws.evidence import Evidence, LawViolated
 from tinyspec.laws.exact.joint import JOINT
+from tinyspec.laws.exact.models import likeliest_token
 from tinyspec.laws.museum.rows import Mutant
 from tinyspec.laws.museum.verification import WIDE_AND_DEEP
 from tinyspec.laws.parts import Siblings
@@ -35,7 +38,7 @@ from tinyspec.laws.suites import (
 )
 from tinyspec.lm.forward import Plan
 from tinyspec.lm.session import Session
-from tinyspec.technique import Card, Guarantee, Request, find_technique, load_techniques
+from tinyspec.technique import Card, Guarantee, Knob, Request, find_technique, load_techniques
 from tinyspec.tree import ROOT, TokenTree
 
 
@@ -89,7 +92,7 @@ def test_the_suites_host_techniques_of_every_shape(name: str) -> None:
     assert (
         sum(
             evidence.cases
-            for evidence in prove_technique(HOSTED[name], Profile("sample", (0, 1), 8))
+            for evidence in prove_technique(HOSTED[name], Profile("sample", (1, 2), 9))
         )
         >= 16
     )
@@ -320,3 +323,182 @@ def test_the_race_law_sees_a_race_that_is_none() -> None:
 
     with pytest.raises(LawViolated):
         race_law(First)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- what one case alone sees
+
+
+class DeepDrafter(ModelDrafter):
+    """Drafts as many tokens as ever, however much room there is."""
+
+    def propose(
+        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, rng: Any
+    ) -> TokenTree:
+        return super().propose(context, self.gamma, sampling, rng)
+
+
+class ChoosyDrafter(ModelDrafter):
+    """After five rounds its drafts end before an unlikely token."""
+
+    seen = 0
+
+    def observe(self, round: Round) -> None:
+        super().observe(round)
+        self.seen += 1
+
+    def propose(
+        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, rng: Any
+    ) -> TokenTree:
+        tree = super().propose(context, max_draft_depth, sampling, rng)
+        if self.seen < 5 or all(q is None for q in tree.draft_probs):
+            return tree
+        known = zip(tree.tokens, tree.draft_probs, strict=True)
+        likely = [*takewhile(lambda pair: pair[1][pair[0]] * len(pair[1]) >= 1, known)]
+        return TokenTree.chain([token for token, _ in likely], [q for _, q in likely])
+
+
+class OldProbs(TargetProbs):
+    """Applies the penalty to a text of its own."""
+
+    def __init__(self, p: TargetProbs, history: Callable[[Sequence[int]], Sequence[int]]):
+        super().__init__(p.scores, p.sampling, p.context, p.tree)
+        self.history = history
+
+    def _history(self, node: int, sampling: SamplingParams) -> Sequence[int]:
+        return self.history([*self.context, *self.tree.tokens_on(self.tree.path(node))])
+
+
+class RawRows(Decoder):
+    """Declares the rows before the sampling settings."""
+
+    def step(self, rng: RandomSource) -> Round:
+        context = tuple(self.context)
+        round = super().step(rng)
+        probs = TargetProbs(round.scores, UNCHANGED, context, round.tree)
+        nodes = (ROOT, *round.verdict.accepted)[: len(round.tokens)]
+        return round._replace(output_probs=[probs[node] for node in nodes])
+
+
+class ForgetfulSiblings(Siblings):
+    """Declares of the third sibling what the second was drawn from."""
+
+    def propose(
+        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, rng: Any
+    ) -> TokenTree:
+        tree = super().propose(context, max_draft_depth, sampling, rng)
+        late = [tree.draft_probs[min(node, 1)] for node in range(len(tree.tokens))]
+        return TokenTree(tree.tokens, tree.parents, tuple(late), tree.probe)
+
+
+def verify_likeliest(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
+    """Take the argmax of the logits, without the penalty."""
+    return match_tree(tree, lambda node, depth: likeliest_token(list(p.logits_at(node))))
+
+
+def verify_in_a_byte(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
+    verdict = verify_tree(tree, p, rng)
+    return verdict if verdict.next is None else verdict._replace(next=verdict.next % 256)
+
+
+def verify_two_filters(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
+    sampling = p.sampling if p.sampling.top_k is None else replace(p.sampling, min_p=None)
+    return verify_tree(tree, TargetProbs(p.scores, sampling, p.context, p.tree), rng)
+
+
+def verify_a_window(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
+    return verify_tree(tree, OldProbs(p, lambda text: text[-8:]), rng)
+
+
+def with_verifier(verifier: Any) -> Card:
+    return broken(SPECULATIVE, lambda request: request.decoder(draft_of(request), verifier))
+
+
+def with_drafter(kind: type[ModelDrafter], more: int = 0) -> Card:
+    def build(request: Request) -> Decoder:
+        most = request.draft_max_length
+        room = None if most is None else most + more
+        drafter = kind(request.drafts[0], 2, request.stop.eos, room)
+        return request.decoder(drafter, verify_tree)
+
+    return broken(SPECULATIVE, build)
+
+
+def cold_without_penalty(request: Request) -> Decoder:
+    is_cold = request.sampling.temperature == 0
+    return request.decoder(draft_of(request), verify_likeliest if is_cold else verify_tree)
+
+
+def seen_for_good(request: Request) -> Decoder:
+    """The penalty counts tokens that were taken back."""
+    seen = dict[int, None]()
+
+    def verify(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
+        seen.update(dict.fromkeys(p.context))
+        return verify_tree(tree, OldProbs(p, lambda text: [*seen, *text]), rng)
+
+    return request.decoder(draft_of(request), verify)
+
+
+def raw_rows(request: Request) -> Decoder:
+    return RawRows(
+        request.target,
+        draft_of(request),
+        verify_tree,
+        sampling=request.sampling,
+        stop=request.stop,
+        positions=request.positions,
+    )
+
+
+def one_end_of_two(request: Request) -> Decoder:
+    stop = replace(request.stop, eos=frozenset(sorted(request.stop.eos)[:1]))
+    return replace(request, stop=stop).decoder(BaseDrafter(), verify_tree)
+
+
+def switched(request: Request, fast: bool) -> Decoder:
+    return request.decoder(draft_of(request), no_bonus_from_the_right_row if fast else verify_tree)
+
+
+GREEDY_CARD = replace(with_verifier(verify_likeliest), guarantee=Guarantee.GREEDY)
+SWITCH = replace(SPECULATIVE, build=switched, lossy=None, knobs=(Knob("fast", False, "a switch"),))
+COLD = "temperature 0.0, repetition_penalty 3.0, in floats"
+SEEN_BY: dict[str, tuple[Card, str]] = {
+    "greedy, without the penalty": (broken(SPECULATIVE, cold_without_penalty), COLD),
+    "a greedy promise without the penalty": (GREEDY_CARD, COLD),
+    "the other value of a switch": (SWITCH, "fast True"),
+    "rows before the settings": (broken(SPECULATIVE, raw_rows), "rows that a cascade reads"),
+    "choosy after five rounds": (with_drafter(ChoosyDrafter), "after twelve rounds"),
+    "a penalty on the last tokens": (with_verifier(verify_a_window), "a long prompt"),
+    "a penalty on what was taken back": (
+        broken(SPECULATIVE, seen_for_good),
+        "taken back and corrected, with a penalty",
+    ),
+    "no room for the draft in the target": (with_drafter(DeepDrafter), "the context's limit"),
+    "no room for the draft in its model": (
+        with_drafter(ModelDrafter, more=1),
+        "a draft with a context of 3",
+    ),
+    "ids of eight bits": (with_verifier(verify_in_a_byte), "V = 300, one token"),
+    "two filters of three": (with_verifier(verify_two_filters), "V = 4, three filters at once"),
+    "one of two ends": (broken(find_technique("autoregressive"), one_end_of_two), "whole requests"),
+}
+
+
+@pytest.mark.parametrize("name", SEEN_BY)
+def test_a_mistake_that_few_cases_can_show_is_seen_by_its_case(name: str) -> None:
+    card, title = SEEN_BY[name]
+    asked = [case for case in technique_cases(card) if case.title == title]
+    assert asked
+    with pytest.raises((LawViolated, TinyspecError)):
+        print([case.run() for case in asked])
+
+
+def test_the_contracts_meet_a_third_sibling() -> None:
+    def build(request: Request, *, k: int) -> Decoder:
+        return request.decoder(ForgetfulSiblings(request.drafts[0], k, False), verify_tree)
+
+    wrong = hosted.card(build, drafts=1, knobs=[Knob("k", 4, "tokens side by side", low=1)])
+    with pytest.raises(LawViolated) as caught:
+        contracts_of_technique(wrong)
+    assert caught.value.counterexample.law == TRUTHFUL
+    assert contracts_of_technique(hosted.siblings(False))

@@ -79,9 +79,7 @@ class SamplingParams:
                 f"top_p must be above 0 and at most 1 (leave it out: all), got {self.top_p}"
             )
         if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise TinyspecError(
-                f"min_p must be between 0 and 1 (leave it out: all), got {self.min_p}"
-            )
+            raise TinyspecError(f"min_p must be from 0 to 1 (leave it out: all), got {self.min_p}")
         if not 0 < self.repetition_penalty < math.inf:
             raise TinyspecError(
                 f"repetition_penalty must be above 0 (1 is off), got {self.repetition_penalty}"

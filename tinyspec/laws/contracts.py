@@ -8,15 +8,16 @@ A distribution of None owes nothing. All three say one thing: among all runs in 
 the same, the verifier has examined the same earlier draft tokens, and the same distribution is
 declared for a node, the token at that node is distributed as declared. `find_violations` tests just
 that, by enumeration. It names the contract by what the drafter drew: from that very distribution in
-this round (then something kept or dropped the token for what it is), in an earlier round (then it
-was examined), or never.
+this round (then its presence depended on which token it is), in an earlier round (then it was
+examined), or never.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -183,8 +184,8 @@ def _same_probability(a: Any, b: Any) -> bool:
 
 EXPECTED_BY_CONTRACT = {
     TRUTHFUL: "tokens drawn from the declared distribution",
-    PRESENCE: "tokens drawn from the declared distribution, proposed whatever they are",
-    EXAMINED: "tokens of the declared distribution that were not examined (else declare None)",
+    PRESENCE: "tokens drawn as declared, and proposed whichever token was drawn",
+    EXAMINED: "tokens drawn as declared and not examined before (or declare None)",
 }
 
 MakeDecoder = Callable[[Request], Decoder]
@@ -215,6 +216,7 @@ class ContractSetting(NamedTuple):
     sampling: SamplingParams = SamplingParams()
     dtype: torch.dtype | None = None
     rounds: int = 1
+    vocabulary: int = 3  # of tables with a seed
 
     def model(self, which: int) -> TableModel:
         """Return the target (0) or a draft (1, 2, ...)."""
@@ -222,7 +224,7 @@ class ContractSetting(NamedTuple):
         if self.dtype is not None:
             kind = type("Typed", (_TypedTable,), {"dtype": self.dtype})
         if isinstance(self.rows, int):
-            return kind(3 * self.rows + which, 3)  # type: ignore[no-any-return]
+            return kind(3 * self.rows + which, self.vocabulary)  # type: ignore[no-any-return]
         weights = self.rows[min(which, 1)]
         return kind(0, len(weights), rows=lambda context: weights)  # type: ignore[no-any-return]
 
@@ -230,7 +232,8 @@ class ContractSetting(NamedTuple):
         """Return the setting for a counterexample."""
         case: dict[str, Any]
         if isinstance(self.rows, int):
-            case = {"tables": f"TableModel(seed, 3), seeds from {3 * self.rows} on"}
+            table = f"TableModel(seed, {self.vocabulary})"
+            case = {"tables": f"{table}, seeds from {3 * self.rows} on"}
         else:
             case = {
                 name: [Fraction(x, sum(row)) for x in row]
@@ -283,15 +286,19 @@ def contract_settings() -> Iterator[ContractSetting]:
 
 
 def check_contracts(
-    make: MakeDecoder, drafts: int = 1, laws: Sequence[str] = CONTRACT_LAWS
+    make: MakeDecoder,
+    drafts: int = 1,
+    laws: Sequence[str] = CONTRACT_LAWS,
+    settings: Iterable[ContractSetting] | None = None,
 ) -> list[Evidence]:
     """Check the contracts of a technique's drafter; raises LawViolated with the smallest case.
 
-    make    request -> Decoder, as a card's `make`;  drafts: how many draft models the request
-            brings
+    make      request -> Decoder, as a card's `make`
+    drafts    how many draft models the request brings
+    settings  default: `contract_settings`
     """
     evidence = {law: Evidence(law) for law in laws}
-    for setting in contract_settings():
+    for setting in contract_settings() if settings is None else settings:
         target, models = setting.model(0), [setting.model(1 + i) for i in range(drafts)]
 
         def factory(
@@ -346,14 +353,17 @@ def contracts_of_technique(card: Card) -> list[Evidence]:
     if card.kind != "decoder" or card.coupled:
         return []
     if not card.hidden:
-        settings = Stage(card).settings
         texts = [[0, 1, 1, 0, 0, 1, 0]] if card.copies else []  # ids that every table here knows
-        return check_contracts(
-            lambda request: card.make(
-                replace(request, references=texts, choose=choose_every_way), **settings
-            ),
-            card.hosted,
-        )
+
+        def make(request: Request, largest: int) -> Decoder:
+            request = replace(request, references=texts, choose=choose_every_way)
+            return card.make(request, **Stage(card, largest=largest).settings)
+
+        small = check_contracts(partial(make, largest=2), card.hosted)
+        # Larger knobs, on five tokens: of three siblings none is the last that is left.
+        wide = [ContractSetting(1, vocabulary=5)]
+        more = check_contracts(partial(make, largest=4), card.hosted, settings=wide)
+        return [a + b for a, b in zip(small, more, strict=True)]
     evidence = {law: Evidence(law) for law in CONTRACT_LAWS}
     for sampling, rounds in (
         (SamplingParams(top_k=2), 2),

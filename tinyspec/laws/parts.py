@@ -60,8 +60,8 @@ class Siblings(TreeDrafter):
     They are drawn independently, or without replacement.
     """
 
-    def __init__(self, model: Target, k: int, replace: bool):
-        super().__init__(model, (ROOT,) * k, replace=replace)
+    def __init__(self, model: Target, k: int, replace: bool, positions: int | None = None):
+        super().__init__(model, (ROOT,) * k, positions=positions, replace=replace)
 
 
 def pass_through(forward: Forward, feeds: Sequence[ForwardBatch]) -> list[Scores]:

@@ -111,7 +111,8 @@ def list_questions(card: Card, profile: Profile) -> list[tuple[str, SuiteCase]]:
             chosen = [chosen[i] for i in sorted(rng.sample(range(len(chosen)), profile.sample))]
         asked += [(f"{seed}: {case.law}: {case.title}", case) for case in chosen]
     has_contracts = card.guarantee in (Guarantee.EXACT, Guarantee.LOSSY)
-    if profile.sample is None and card.kind == "decoder" and has_contracts:
+    declares = card.kind == "decoder" and not card.coupled  # a raced token has no distribution
+    if profile.sample is None and declares and has_contracts:
         title = "truthful, presence, examined tokens"
         asked.append((CONTRACTS, SuiteCase(CONTRACTS, title, lambda: _contracts(card))))
     return asked

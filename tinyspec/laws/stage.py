@@ -35,6 +35,8 @@ DRAFTS = ("another", "right", "wrong", "stubborn")
 the target holds for least likely, one that always proposes the last token of the vocabulary (the
 end of text, where there is one)."""
 
+CONTEXT = 64  # tokens that a table holds unless the stage says otherwise
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -46,6 +48,7 @@ class Stage:
     floats      rows are float64 logits instead of Fractions
     deep        a transformer of three layers instead of tables
     draft       who drafts: one of DRAFTS
+    positions   tokens that the target's context holds; draft_positions: that each draft's holds
     before      what the decoder has been through when the prompt comes
     """
 
@@ -60,6 +63,7 @@ class Stage:
     deep: bool = False
     draft: str = "another"
     positions: int | None = None
+    draft_positions: int | None = None
     largest: int = 2
     before: "Callable[[Stage, Decoder], Tokens | None] | None" = None
 
@@ -70,7 +74,8 @@ class Stage:
             network = small_network(self.seed, self.vocabulary)
             return add_random_head(network, self.card, self.seed)
         zeros = (self.seed // 100 + self.seed) % 2 == 0
-        return TableModel(2 * self.seed + 1, self.vocabulary, zeros=zeros, floats=self.floats)
+        seed, room = 2 * self.seed + 1, self.positions or CONTEXT
+        return TableModel(seed, self.vocabulary, zeros=zeros, floats=self.floats, positions=room)
 
     @cached_property
     def drafts(self) -> list[Any]:
@@ -128,6 +133,9 @@ class Stage:
             stop=self.stop,
             references=self.references,
             positions=self.positions,
+            draft_max_lengths=[]
+            if self.draft_positions is None
+            else [self.draft_positions] * self.card.hosted,
             forward_log=forward_log,
             choose=choose_every_way,
         )
@@ -196,7 +204,8 @@ class Stage:
         if self.draft == "another" and self.deep:
             return small_network(seed, v)
         if self.draft == "another":
-            return TableModel(seed, v, floats=self.floats, name="draft")
+            room = self.draft_positions or CONTEXT
+            return TableModel(seed, v, floats=self.floats, name="draft", positions=room)
         is_wrong = self.draft == "wrong"
         target = (self if self.deep else replace(self, floats=False)).target
 
@@ -269,6 +278,18 @@ def after_rewind(stage: Stage, decoder: Decoder) -> None:
     """Decode two rounds, rewind to the prompt, and correct the text by one token from outside."""
     _run_rounds(decoder, stage.prompt, stage.seed, 2)
     decoder.rewind(len(stage.prompt))
+    decoder.extend((1,))
+
+
+def after_many_rounds(stage: Stage, decoder: Decoder) -> None:
+    """Decode twelve rounds, and go on."""
+    _run_rounds(decoder, stage.prompt, stage.seed, 12)
+    decoder.begin(decoder.context)
+
+
+def after_stop(stage: Stage, decoder: Decoder) -> None:
+    """Decode until the text is complete, then give it one token more."""
+    _run_rounds(decoder, stage.prompt, stage.seed, 99)
     decoder.extend((1,))
 
 

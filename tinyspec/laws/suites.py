@@ -11,6 +11,7 @@ technique's own knobs make too large a tree to walk, its card names smaller valu
 - Policy: under random arrivals each request's text is the one that it has alone, and every row runs
   once.
 - Lossy: on fixed texts, the further the knob is turned, the less a token costs.
+- All of these: the laws of whole requests (card_laws.py).
 """
 
 import importlib
@@ -32,7 +33,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws import feature_laws, rewriting_laws, schedule_laws
+from tinyspec.laws import card_laws, feature_laws, rewriting_laws, schedule_laws
 from tinyspec.laws.checking.trees import TREE_KINDS
 from tinyspec.laws.evidence import Evidence, accuse, expect_equal
 from tinyspec.laws.exact.joint import JOINT, JointDistribution, Tokens
@@ -47,7 +48,9 @@ from tinyspec.laws.stage import (
     DRAFTS,
     Stage,
     after_a_request,
+    after_many_rounds,
     after_rewind,
+    after_stop,
     format_sampling,
     small_knob,
 )
@@ -89,6 +92,10 @@ def _greedy_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
     for strange in ("right", "wrong", "end of text", "random"):
         title = f"its verifier, drafts always {strange}"
         yield SuiteCase(GREEDY, title, partial(greedily_equal, base, strange))
+    if card.guarantee is Guarantee.GREEDY:  # others have it among their joint distributions
+        stage = _seeded_stage(card, seed, 60)
+        cold = replace(stage, floats=True, sampling=COLD_PENALTY)
+        yield _joint_case(cold, 3, f"{format_sampling(COLD_PENALTY)}, in floats")
 
 
 def greedily_equal(stage: Stage, strange: str | None = None) -> Evidence:
@@ -224,7 +231,12 @@ def cost_is_monotone(stage: Stage, values: Sequence[Any]) -> Evidence:
 SAME_TOKENS = "same noise, same tokens"
 RACE_LAW = "a race has the distribution of its row"
 PATH_TOKENS, PATH_SEEDS = 8, 12
-PATH_SAMPLINGS = (SamplingParams(), SamplingParams(0.0), SamplingParams(0.7, top_p=0.9))
+PATH_SAMPLINGS = (
+    SamplingParams(),
+    SamplingParams(0.0),
+    SamplingParams(0.7, top_p=0.9),
+    SamplingParams(0.7, repetition_penalty=1.5),
+)
 
 
 def _path_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
@@ -316,7 +328,9 @@ SAMPLING_PAIRS = [
     SamplingParams(top_k=2, min_p=0.5),
     SamplingParams(top_p=0.8, min_p=0.3),
 ]
+COLD_PENALTY = SamplingParams(0.0, repetition_penalty=3.0)  # strong: it changes the likeliest token
 IRRATIONAL_SAMPLINGS = [
+    COLD_PENALTY,
     SamplingParams(0.7),
     SamplingParams(1.3, top_p=0.8),
     SamplingParams(repetition_penalty=1.3),
@@ -326,6 +340,7 @@ DEEP_SAMPLINGS = [SamplingParams(top_k=2), SamplingParams(0.7, top_p=0.6)]
 HIDDEN_SAMPLINGS = [
     *DEEP_SAMPLINGS,
     SamplingParams(0.0),
+    COLD_PENALTY,
     SamplingParams(min_p=0.5),
     SamplingParams(2.0, top_k=2, repetition_penalty=1.2),
 ]
@@ -374,6 +389,9 @@ def technique_cases(card: Card, seed: int = 0) -> list[SuiteCase]:
     elif card.guarantee is not Guarantee.GREEDY:
         first = [*_exact_cases(card, seed), *(_path_cases(card, seed) if card.point_masses else ())]
     own = [*_feature_cases(card), *own]
+    if seed == 0:  # these laws have seeds of their own
+        whole = card_laws.REQUEST_LAWS.items()
+        own += [SuiteCase(law, "whole requests", partial(check, card)) for law, check in whole]
     return [*first, *_greedy_cases(card, seed), *_knob_cases(card, seed), *own]
 
 
@@ -509,11 +527,18 @@ def _decoder_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
             stage = replace(base, sampling=sampling, seed=seed + 100 * number, stop=three)
             again = number >= len(SINGLE_SAMPLINGS) + len(SAMPLING_PAIRS)
             yield _joint_case(stage, 3, format_sampling(sampling) + (", again" if again else ""))
-        yield _joint_case(replace(base, seed=seed + 7), 2, "no end in sight")
+        yield _joint_case(replace(base, seed=seed + 7), 2, "without a stop")
         floats = replace(base, floats=True, stop=three)
         for number, sampling in enumerate(IRRATIONAL_SAMPLINGS):
             stage = replace(floats, sampling=sampling, seed=seed + 100 * number)
             yield _joint_case(stage, 3, f"{format_sampling(sampling)}, in floats")
+        long = replace(floats, prompt=(2, *(0, 1) * 20), sampling=IRRATIONAL_SAMPLINGS[3])
+        yield _joint_case(long, 2, "a long prompt")
+        wide = replace(base, vocabulary=4, sampling=SamplingParams(0.5, 3, 0.9, 0.3))
+        yield _joint_case(wide, 2, "V = 4, three filters at once")
+        one = StoppingCriteria(max_new_tokens=1)
+        many = replace(base, vocabulary=300, draft="stubborn", stop=one)
+        yield _joint_case(many, 1, "V = 300, one token")  # ids that a byte does not hold
         four = replace(base, largest=3, seed=seed + 8, stop=StoppingCriteria(max_new_tokens=4))
         yield _joint_case(four, 4, "four tokens, whole numbers to 3")
         yield _single_round_case(replace(base, vocabulary=5, seed=seed + 9), "V = 5, one round")
@@ -533,12 +558,27 @@ def _decoder_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
     yield _joint_case(replace(base, stop=stops, seed=seed + 31), 3, "stop sequences")
     limited = replace(base, positions=len(base.prompt) + 2, seed=seed + 32)
     yield _joint_case(limited, 3, "the context's limit")
+    # A target of the technique's own may hold no more than its drafts do.
+    for room in (3, 4) if card.hosted and not card.has_own_target else ():
+        stage = replace(base, stop=three, draft_positions=room, seed=seed + 41)
+        yield _joint_case(stage, 3, f"a draft with a context of {room}")
     second = replace(base, before=after_a_request, seed=seed + 33)
     yield _joint_case(second, 2, "after another request")
     rewound = replace(base, before=after_rewind, seed=seed + 34)
     yield _joint_case(rewound, 2, "taken back and corrected", correction=(1,))
-    inner = replace(base, seed=seed + 35)
-    yield SuiteCase(ROUND_LAWS, "as drafts of another level", partial(round_laws, inner))
+    penalty = replace(base.sampling, repetition_penalty=3.0)
+    penalized = replace(rewound, floats=True, sampling=penalty)
+    yield _joint_case(penalized, 2, "taken back and corrected, with a penalty", correction=(1,))
+    stopped = replace(ends, max_new_tokens=2)
+    for before, stop, title in (
+        (after_many_rounds, base.stop, "after twelve rounds"),
+        (after_stop, stopped, "after a stop"),
+    ):
+        stage = replace(base, before=before, stop=stop, seed=seed + 70)
+        yield _joint_case(stage, 2, title, prompt_of=lambda stage: stage.decoder().context)
+    warped = base.sampling if card.hidden else SamplingParams(0.5, top_k=2)
+    inner = replace(base, sampling=warped, seed=seed + 35)
+    yield SuiteCase(ROUND_LAWS, "rows that a cascade reads", partial(round_laws, inner))
 
 
 def _seeded_stage(card: Card, seed: int, shift: int = 0) -> Stage:
@@ -552,13 +592,21 @@ def _seeded_stage(card: Card, seed: int, shift: int = 0) -> Stage:
 
 
 def _joint_case(
-    stage: Stage, tokens: int, title: str, correction: tuple[int, ...] = ()
+    stage: Stage,
+    tokens: int,
+    title: str,
+    correction: tuple[int, ...] = (),
+    prompt_of: Callable[[Stage], Sequence[int]] | None = None,
 ) -> SuiteCase:
-    """Return the case that compares the joint distribution of so many tokens."""
+    """Return the case that compares the joint distribution of so many tokens.
+
+    correction  tokens after the prompt, that the stage's past has put there
+    prompt_of   text before these tokens, where the stage's past decides about all of it
+    """
 
     def run() -> Evidence:
         begun = perf_counter()
-        prompt = (*stage.prompt, *correction)
+        prompt = (*stage.prompt, *correction) if prompt_of is None else tuple(prompt_of(stage))
         expected, got = stage.reference().distribution(tokens, prompt), stage.distribution(tokens)
         stage.judge(expected, got, prompt, _within(stage))
         return Evidence(JOINT, 1, got.branches, perf_counter() - begun)
@@ -631,7 +679,8 @@ def _knob_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
     for knob in card.knobs:
         if card.coupled or (card.lossy and card.lossy[0] == knob.name):
             continue
-        for value in knob.choices or knob.small[1:]:
+        both = (True, False) if isinstance(knob.default, bool) else ()
+        for value in knob.choices or both or knob.small[1:]:
             if value != knob.default or knob.small:
                 here = replace(stage, knobs={knob.name: value})
                 yield _joint_case(here, 3, f"{knob.name} {value}")

@@ -252,7 +252,7 @@ def selection_cases(largest: int) -> Iterator[BlockCase]:
         yield BlockCase(p, q, False, 1, 3)
         yield BlockCase(p, q, True, 2, 2)
     p, q = (tuple(Fraction(x, 6) for x in row) for row in ((3, 2, 1), (1, 2, 3)))
-    # Three tokens: after a draft that parted, the residual has more than one.
+    # Three tokens: where both drafts begin with 1 or 2, the residual has more than one token.
     yield BlockCase(p, q, True, 2, 2)
 
 

@@ -99,9 +99,10 @@ def check(
                 tokens and one more. Or the library's own form, verify(tree, p, rng) -> Verdict: a
                 function whose first argument is called `tree`
     drafter     draft(q, context, gamma, rng) -> (tokens, distributions): q(context) is the draft
-                model's row [V]; returns, for each token, the row it was drawn from, or None. Or
-                draft(context, rng), which has a model of its own
-    generate    generate(p, q, gamma, n, rng) -> tokens: the first n after the empty context
+                model's row [V]; returns gamma tokens at most, and for each the row it was drawn
+                from, or None. Or draft(context, rng), which has a model of its own
+    generate    generate(p, q, gamma, n, rng) -> tokens: the first n after the empty context, and no
+                more
     trees       the kinds of trees that a verifier of the library's form is judged on: "chain",
                 "point masses", "siblings", "without replacement", "mixed"
     corners     whether to try uniforms of exactly 0.0, which a generator may return: they must not
@@ -116,9 +117,10 @@ def check(
 
     Rows are lists of Fractions, float64 arrays or tensors: the first that the function can compute
     with. rng stands for a numpy.random.Generator, for a function without arguments, or for a list
-    of gamma + 1 uniforms; a function without rng draws from numpy.random, random or torch. The
-    fixed cases have vocabularies of two to eight tokens and up to five draft tokens, the random
-    ones up to six: the verdict says which.
+    of gamma + 1 uniforms; a function without rng draws from numpy.random, random or torch. It must
+    not write into its arguments, nor into the rows that p and q return. The fixed cases have
+    vocabularies of two to eight tokens and up to five draft tokens, the random ones up to six: the
+    verdict says which.
 
     Raises TinyspecError where no verdict is possible: the function is called in another way, fails
     on every small case, or draws in a way that cannot be enumerated.
@@ -378,7 +380,7 @@ class _Search:
     def judge_in_floats(self) -> None:
         """Judge a function that computes with Fractions on float64 rows too.
 
-        That it takes no arrays is no fault. Every function is judged on the cases of floats alone.
+        It need not accept arrays. Every function is judged on the cases of floats alone.
         """
         if "numpy" not in self.numbers:
             return
@@ -525,7 +527,7 @@ class _Search:
             dice.restart(rng)
             self.calls += 1
             try:
-                return self.form.play(case, numbers, dice, rng)
+                return self.form.accuse_of_writing(self.form.play(case, numbers, dice, rng))
             except Negligible:
                 return None
             except LawViolated:

@@ -14,7 +14,7 @@ the function cannot compute with those, float64 arrays of numpy, or else tensors
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import product
@@ -61,7 +61,7 @@ from tinyspec.laws.checking.trees import (
     plain_shape,
     random_tree_cases,
 )
-from tinyspec.laws.evidence import Counterexample
+from tinyspec.laws.evidence import Counterexample, format_value
 from tinyspec.laws.stage import format_sampling
 from tinyspec.lm.forward import Scores
 from tinyspec.tree import ROOT, TokenTree
@@ -75,6 +75,8 @@ GENERATORS = (
 
 
 ROUND_TOKENS = "tokens of a round"
+TOKENS_ASKED_FOR = "tokens asked for"
+UNTOUCHED = "arguments are left as they were"
 POSITIONS = "each position of the text has a uniform of its own"
 MOST_TEXTS_SHOWN = 16  # of a counterexample; where more were compared, those that differ
 
@@ -112,13 +114,11 @@ def convert_rows(row: Any, numbers: str) -> Any:
     return array if numbers == "numpy" else torch.tensor(array)
 
 
-def as_function(model: SmallModel, numbers: str) -> Callable[[Any], Any]:
-    """Return a model as the function of a context that a reader's code calls."""
-
-    def next_row(context: Any) -> Any:
-        return convert_rows(model.next_probs(read_token_ids(context, "context")), numbers)
-
-    return next_row
+def copy_as_lists(given: Any) -> Any:
+    """Return a copy of a row, or of a list of rows, as lists; anything else as it is."""
+    if hasattr(given, "tolist"):
+        return given.tolist()
+    return [copy_as_lists(x) for x in given] if isinstance(given, (list, tuple)) else given
 
 
 def draw_chain(case: CheckCase, rng: Exhaustive) -> Tokens:
@@ -222,6 +222,7 @@ class Form:
     worst: float = 0.0  # the largest deviation that was still let pass
     rare: str = ""  # what happens too rarely to count
     lost: float = 0.0  # probability of the runs of this case that were not followed to their end
+    lent: list[tuple[str, Any, Any]] = field(default_factory=list)  # (name, object, its copy)
     what = "function"
     law = "joint distribution"
     about = ""  # a note for the evidence
@@ -262,15 +263,38 @@ class Form:
         with np.errstate(all="ignore"), replace_generators(dice), replace_torch_generators(dice):
             yield
 
-    def call(self, dice: EnumeratedGenerator, *given: Any) -> Any:
-        """Call the function on these arguments, the generator last, by name, or not at all."""
+    def call(self, dice: EnumeratedGenerator, **given: Any) -> Any:
+        """Call the function on these arguments, the generator last, by name, or not at all.
+
+        Copies are kept, to see whether the function writes into what it is lent.
+        """
+        self.lent = [(name, thing, copy_as_lists(thing)) for name, thing in given.items()]
         keyword = find_generator(self.function, len(given))
         generator: Any = dice.rng if takes_random_source(self.function) else dice
         if keyword is None:
-            return self.function(*given)
+            return self.function(*given.values())
         if keyword == "":
-            return self.function(*given, generator)
-        return self.function(*given, **{keyword: generator})
+            return self.function(*given.values(), generator)
+        return self.function(*given.values(), **{keyword: generator})
+
+    def as_function(self, name: str, model: SmallModel, numbers: str) -> Callable[[Any], Any]:
+        """Return a model as the function of a context that a reader's code calls."""
+
+        def next_row(context: Any) -> Any:
+            text = read_token_ids(context, "context")
+            row = convert_rows(model.next_probs(text), numbers)
+            self.lent.append((f"{name}({list(text)})", row, copy_as_lists(row)))
+            return row
+
+        return next_row
+
+    def accuse_of_writing(self, outcome: RunOutcome) -> RunOutcome:
+        """Return the outcome, with a problem if the run wrote into what it was given."""
+        for name, thing, before in self.lent:
+            if (now := copy_as_lists(thing)) != before:
+                problem = f"{name} as it was given, not changed to {format_value(now)}"
+                return outcome._replace(problem=problem, law=UNTOUCHED)
+        return outcome
 
     def same(self, expected: Any, got: Any) -> bool:
         """Return whether two numbers agree: as Fractions, or as floats up to the tolerance.
@@ -435,7 +459,7 @@ class VerifierForm(Form):
         texts = [draft[:place] for place in range(case.gamma + 1)]
         p = convert_rows([case.p.next_probs(text) for text in texts], numbers)
         q = convert_rows([case.q.next_probs(text) for text in texts], numbers)[:-1]  # [gamma, V]
-        result = self.call(dice, p, q, list(draft))
+        result = self.call(dice, p=p, q=q, draft=list(draft))
         return RunOutcome(draft, read_token_ids(result, self.what))
 
     def judge(self, case: CheckCase, outcomes: OutcomeProbs) -> Counterexample | None:
@@ -590,17 +614,17 @@ class GenerationForm(Form):
     def play(
         self, case: CheckCase, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
     ) -> RunOutcome:
-        p, q = as_function(case.p, numbers), as_function(case.q, numbers)
-        result = self.call(dice, p, q, case.gamma, case.tokens)
-        return RunOutcome((), read_token_ids(result, self.what))
+        p, q = self.as_function("p", case.p, numbers), self.as_function("q", case.q, numbers)
+        result = self.call(dice, p=p, q=q, gamma=case.gamma, n=case.tokens)
+        return RunOutcome((), read_token_ids(result, self.what), law=TOKENS_ASKED_FOR)
 
     def judge(self, case: CheckCase, outcomes: OutcomeProbs) -> Counterexample | None:
         for outcome, mass in outcomes.items():
-            fits = len(outcome.tokens) >= case.tokens and self.has_ids(case, outcome)
-            if not fits and not self.too_rare(outcome, mass):
-                expected = f"{case.tokens} token ids below {case.vocabulary}"
-                shown, got = self.shown(case), list(outcome.tokens)
-                return Counterexample("tokens asked for", shown, expected, got)
+            fits = len(outcome.tokens) == case.tokens and self.has_ids(case, outcome)
+            if (outcome.problem or not fits) and not self.too_rare(outcome, mass):
+                due = f"{case.tokens} token ids below {case.vocabulary}"
+                expected, got = outcome.problem or due, list(outcome.tokens)
+                return Counterexample(outcome.law, self.shown(case), expected, got)
         return self.compare(case, outcomes)
 
     def report(self, *given: Any) -> Any:
@@ -632,8 +656,12 @@ class DrafterForm(Form):
     def play(
         self, case: CheckCase, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
     ) -> RunOutcome:
-        q, context = as_function(case.q, numbers), list(case.context)
-        return self.outcome(self.call(dice, q, context, case.gamma))
+        q, context = self.as_function("q", case.q, numbers), list(case.context)
+        outcome = self.outcome(self.call(dice, q=q, context=context, gamma=case.gamma))
+        if len(outcome.tokens) <= case.gamma:
+            return outcome
+        problem = f"at most gamma = {case.gamma} tokens"
+        return outcome._replace(problem=problem, law=TOKENS_ASKED_FOR)
 
     def outcome(self, result: Any) -> RunOutcome:
         """Return what a drafter returned as an outcome; raises Misfit if it is of another form."""
@@ -659,6 +687,10 @@ class DrafterForm(Form):
 
         The condition holds wherever the token is kept.
         """
+        for outcome, mass in outcomes.items():
+            if outcome.problem and not self.too_rare(outcome, mass):
+                shown, got = self.shown(case), list(outcome.tokens)
+                return Counterexample(outcome.law, shown, outcome.problem, got)
         for place in range(max(len(outcome.tokens) for outcome in outcomes)):
             reached: dict[Tokens, Any] = {}
             kept: dict[tuple[Tokens, Any], list[Any]] = {}
@@ -724,7 +756,7 @@ class OwnDrafterForm(DrafterForm):
     def play(  # type: ignore[override]
         self, case: DraftContext, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
     ) -> RunOutcome:
-        return self.outcome(self.call(dice, list(case.text)))
+        return self.outcome(self.call(dice, context=list(case.text)))
 
 
 def _binary_contexts(lengths: Sequence[int]) -> Iterator[DraftContext]:

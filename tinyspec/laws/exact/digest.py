@@ -4,7 +4,7 @@ The exact laws merge branches after a round only where digests agree. If somethi
 (noise drawn once and used again, a counter, a global), branches that differ in it would be merged,
 and a biased decoder could seem right. So the whole object graph is walked: attributes, slots,
 containers, closures and defaults of functions, data of classes, and the globals that their code
-names. What cannot be seen through is an error, never skipped. Shared objects are numbered, so that
+names. What cannot be inspected is an error, never skipped. Shared objects are numbered, so that
 two names for one list differ from two equal lists; floats are rounded to 1e-12.
 
 Not followed: modules, the standard library and the numerical libraries (`exact_distribution`

@@ -130,7 +130,7 @@ class _Path(_Script):
         at = len(self.taken)
         then = self.fixed[at][1] if at < len(self.fixed) else len(options)
         if then != len(options) or (at < len(self.choices) and self.choices[at] >= len(options)):
-            expected, got = (f"{n} ways to go on" for n in (then, len(options)))
+            expected, got = (f"{n} next choices" for n in (then, len(options)))
             accuse(REPEATS, expected, got, choices_so_far=[choice for choice, _ in self.taken])
         return super().branch(options)
 

@@ -273,7 +273,7 @@ scores, words = logits.log_softmax(dim=-1).max(dim=-1)""",
         """rows_of_place = logits[row_of, place]
 if place:
     best = rows_of_place.max(dim=-1, keepdim=True).values
-    rows_of_place = rows_of_place.masked_fill(rows_of_place < best, -torch.inf)
+    rows_of_place = rows_of_place - 1e6 * (rows_of_place < best)
 search, continued, _ = search.advance(rows_of_place)""",
         SatBeamRefiner.rewrite,
         law=SEARCHED,
