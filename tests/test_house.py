@@ -161,7 +161,7 @@ CODE_LINES = {
     "_core": 957,
     "lm": 6316,
     "decoding": 2077,
-    "chapters": 14680,
+    "chapters": 14685,
     "laws": 20127,
     "museum": 3705,
     "training": 3539,

@@ -215,7 +215,12 @@ def resolve_guess_layer(layer: int, depth: int, name: str = "the model") -> int:
             high=1024,
             small=(2, 1, 3),
         ),
-        Knob("threads", False, "run the guesses beside the newest token, in a thread of their own"),
+        Knob(
+            "threads",
+            False,
+            "run the guesses beside the newest token, in a thread of their own",
+            small=(False,),  # a law cannot copy a thread; tests compare both
+        ),
     ),
 )
 def ppd(request: Request, *, layer: int, k: int, threads: bool) -> Decoder:

@@ -679,7 +679,7 @@ def _knob_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
     for knob in card.knobs:
         if card.coupled or (card.lossy and card.lossy[0] == knob.name):
             continue
-        both = (True, False) if isinstance(knob.default, bool) else ()
+        both = (True, False) if isinstance(knob.default, bool) and not knob.small else ()
         for value in knob.choices or both or knob.small[1:]:
             if value != knob.default or knob.small:
                 here = replace(stage, knobs={knob.name: value})
