@@ -194,7 +194,7 @@ SPECULATIVE = find_technique("speculative_decoding")
 
 
 def draft_of(request: Request) -> ModelDrafter:
-    return ModelDrafter(request.drafts[0], 2, request.stop.eos)
+    return ModelDrafter(request.drafts[0], 2, request.stop.eos, request.draft_max_length)
 
 
 BROKEN: dict[str, tuple[Card, str]] = {
