@@ -165,7 +165,7 @@ CODE_LINES = {
     "laws": 20128,
     "museum": 3705,
     "training": 3539,
-    "bench": 10136,
+    "bench": 10140,
     "grade": 4416,
     "serve": 1054,
     "cli": 2875,

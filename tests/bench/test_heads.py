@@ -106,6 +106,12 @@ def test_rows_of_an_earlier_run_stay_beside_those_that_are_counted(
     assert "its tokens is 6, here it is 5" in message
 
 
+def test_a_method_that_tunes_its_model_is_not_counted_on_another(zoo: Zoo) -> None:
+    """Its head may be there all the same: `blockwise_tuned` has that of `blockwise`."""
+    asked = ("bench", "heads", "--model", zoo.big, *QUICK, "--methods", "blockwise_tuned")
+    assert "big was not tuned for blockwise_tuned: tinyspec train head" in failed(run(*asked))
+
+
 @pytest.mark.slow
 def test_two_processes_count_what_one_counts(zoo: Zoo, tmp_path: Path) -> None:
     pytest.importorskip("joblib", reason="several processes need joblib: pip install -e .[test]")

@@ -45,7 +45,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.generation import start_generation
 from tinyspec.lm.model import Model
 from tinyspec.processes import run_pieces
-from tinyspec.technique import Guarantee, find_technique, load_techniques
+from tinyspec.technique import Guarantee, find_technique, is_tuned_for, load_techniques
 from tinyspec.tree import ROOT
 
 BESIDE = ("llma", "speculative_decoding", "distillspec")
@@ -97,6 +97,12 @@ def count_heads_of_model(given: HeadsSettings, quiet: bool = False) -> dict[str,
         return count_tree_sizes(given, model, specs, quiet)
     tuned = find_tuned_models(model)
     specs += [] if given.methods else map(ArmSpec, tuned)
+    for name in {spec.name for spec in specs} - {*tuned}:
+        if find_technique(name).tuned is not None and not is_tuned_for(model, name):
+            raise TinyspecError(
+                f"{model.name} was not tuned for {name}: tinyspec train head --for {model.name} "
+                f"--method {name} --out FOLDER"
+            )
     arms = dict[str, Any]()
     with show_progress_bar(f"heads of {model.name}", len(specs) * given.prompts, quiet) as tick:
         for spec in specs:
