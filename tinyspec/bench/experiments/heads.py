@@ -97,11 +97,11 @@ def count_heads_of_model(given: HeadsSettings, quiet: bool = False) -> dict[str,
         return count_tree_sizes(given, model, specs, quiet)
     tuned = find_tuned_models(model)
     specs += [] if given.methods else map(ArmSpec, tuned)
-    for name in {spec.name for spec in specs} - {*tuned}:
-        if find_technique(name).tuned is not None and not is_tuned_for(model, name):
+    for method in {spec.name for spec in specs} - {*tuned}:
+        if find_technique(method).tuned is not None and not is_tuned_for(model, method):
             raise TinyspecError(
-                f"{model.name} was not tuned for {name}: tinyspec train head --for {model.name} "
-                f"--method {name} --out FOLDER"
+                f"{model.name} was not tuned for {method}: tinyspec train head --for {model.name} "
+                f"--method {method} --out FOLDER"
             )
     arms = dict[str, Any]()
     with show_progress_bar(f"heads of {model.name}", len(specs) * given.prompts, quiet) as tick:
